@@ -102,13 +102,14 @@ class Toolchain:
         sanitizer = environment("SANITIZE", "")
         if sanitizer and sanitizer not in SANITIZERS:
             raise PlatformError(f"SANITIZE={sanitizer}: choose from {', '.join(SANITIZERS)}")
-        self.variant = sanitizer or ("debug" if debug else "release")
+        werror = environment("SHARDSTEP_WERROR", "0") not in ("", "0")
+        self.variant = (sanitizer or ("debug" if debug else "release")) + ("-werror" if werror else "")
 
         instrument = SANITIZERS.get(sanitizer, [])
         common = ["-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
         common += ["-Icsrc", "-isystem", sysconfig.get_path("include")]
         common += [f'-DSHARDSTEP_TORCH_VERSION="{torch.version}"']
-        if environment("SHARDSTEP_WERROR", "0") not in ("", "0"):
+        if werror:
             common += ["-Werror"]
         if debug:
             optimize_c = optimize_cpp = ["-O0", "-g3"]
@@ -119,8 +120,10 @@ class Toolchain:
 
         cc, cxx = shlex.split(environment("CC", "gcc")), shlex.split(environment("CXX", "g++"))
         cflags, cxxflags = shlex.split(environment("CFLAGS", "")), shlex.split(environment("CXXFLAGS", ""))
-        # Contraction would make a fused multiply-add out of a*b+c on some machines and not on others.
-        self.compile_c = [*cc, "-std=c11", *optimize_c, "-ffp-contract=off", *common, *instrument, *cflags]
+        # Contraction would make a fused multiply-add out of a*b+c on some machines and not on others. The other two
+        # change no result; without them a loop with a square root or a comparison in it is not vectorised.
+        arithmetic = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+        self.compile_c = [*cc, "-std=c11", *optimize_c, *arithmetic, *common, *instrument, *cflags]
         self.compile_cpp = [*cxx, "-std=c++20", *optimize_cpp, *common, *torch.include_flags, *instrument, *cxxflags]
         # torch 2.10 and later come with the C++11 ABI only, but a distribution's compiler may default to the old one.
         self.compile_cpp += ["-D_GLIBCXX_USE_CXX11_ABI=1"]
@@ -200,7 +203,7 @@ class BuildExtension(build_ext):
         target = folder / "_C.so"
         command = [*toolchain.link, *map(str, objects), f"-L{torch_lib}"]
         command += [f"-Wl,-rpath,{path}" for path in search]
-        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(target)]
+        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-lm", "-o", str(target)]
         if not is_current(target, objects, command):
             make(target, command)
         return target
