@@ -5,8 +5,14 @@
 #ifndef SHARDSTEP_CORE_REGION_H
 #define SHARDSTEP_CORE_REGION_H
 
-#include <stdatomic.h>
 #include <stddef.h>
+
+#ifdef __cplusplus /* which has no stdatomic.h before C++23; std::atomic<int> is laid out alike */
+#include <atomic>
+using std::atomic_int;
+#else
+#include <stdatomic.h>
+#endif
 
 typedef struct ss_region ss_region;
 struct ss_region {

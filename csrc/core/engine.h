@@ -1,0 +1,188 @@
+/*
+ * The engine: one wrapped model on one rank. It ties the accumulation window (window.c), the closing protocol (close.c)
+ * and the sharded update (update.c) to a transport and to a framework that owns the tensors.
+ *
+ * A window runs from one step to the next. Inside it the engine works in rounds. In a round every bucket is launched at
+ * most once per rank; a *close* ends the round: ranks exchange one control message, finish what any of them began, carry
+ * what came late in one more round, and agree which parameters have a gradient. A step closes until every rank is in its
+ * step, so a rank that alone reads a norm is met by the others there.
+ *
+ * Functions that communicate say so. All take the engine's lock; the caller must not hold the interpreter's.
+ */
+#ifndef SHARDSTEP_CORE_ENGINE_H
+#define SHARDSTEP_CORE_ENGINE_H
+
+#include "core/layout.h"
+#include "core/status.h"
+#include "kernels/kernels.h"
+#include "transport/transport.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ss_engine ss_engine;
+
+/* What the framework's gradient of a parameter is at this moment. */
+typedef enum {
+    SS_GRAD_NONE,  /* there is none */
+    SS_GRAD_BOUND, /* the tensor over the parameter's slot in its gradient bucket */
+    SS_GRAD_OTHER  /* some other tensor */
+} ss_grad_kind;
+
+/* What the engine asks of the framework. Every call may come from any thread that runs a backward. */
+typedef struct {
+    void *ctx;
+    ss_grad_kind (*kind)(void *ctx, int32_t param);
+    /* Does this parameter, which is not in the layout, want to join it (it was frozen and requires grad now)? */
+    int (*wants_place)(void *ctx, int32_t param);
+    void (*bind)(void *ctx, int32_t param);
+    void (*unbind)(void *ctx, int32_t param);
+    /* Copies the OTHER gradient into the slot, casting and densifying. */
+    ss_code (*fold)(void *ctx, int32_t param, ss_error *err);
+    /* As fold, but only elements [begin, begin + numel) of the gradient, to dst (in the gradient dtype). */
+    ss_code (*fold_piece)(void *ctx, int32_t param, int64_t begin, int64_t numel, void *dst, ss_error *err);
+    /* Makes the OTHER gradient a tensor in the gradient dtype that nobody else holds. */
+    ss_code (*set_beside)(void *ctx, int32_t param, ss_error *err);
+    /* The parameter's weights have been written. */
+    void (*written)(void *ctx, int32_t param);
+} ss_framework;
+
+typedef struct {
+    size_t size; /* sizeof(ss_engine_config) */
+    int32_t n_params;
+    const ss_param_spec *specs; /* [n_params], copied */
+    const char *const *names;   /* [n_params], copied */
+    int64_t bucket_bytes;
+    int sharded;                /* 0: replicated; gradients are averaged on every rank after a backward */
+    int accumulate;             /* K > 1: only every K-th backward of a window synchronises by itself */
+} ss_engine_config;
+
+/* Takes the transport over, also when it fails. The callbacks of the transport are set by the engine. */
+ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport, const ss_kernels *kernels,
+                         const ss_framework *framework, int (*interrupted)(void *), ss_engine **engine, ss_error *err);
+void ss_engine_destroy(ss_engine *engine);
+
+/* Collective. Places `count` parameters (registration order) in new buckets. */
+ss_code ss_engine_place(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
+
+/* Where things live. The region is that of the parameter's bucket; slots are NULL for parameters not placed. */
+typedef struct {
+    int32_t bucket;
+    ss_region *region;
+    void *grad, *param; /* the whole parameter in this rank's planes */
+    ss_piece piece;     /* what this rank owns of it */
+    void *piece_grad, *piece_param;
+    float *piece_master; /* FP32 master of the piece: piece_param itself when the parameter is FP32; NULL for FP64 */
+    ss_region *master_region;
+} ss_slot;
+ss_slot ss_engine_slot(ss_engine *engine, int32_t param);
+const ss_layout *ss_engine_layout(const ss_engine *engine);
+int ss_engine_rank(const ss_engine *engine);
+int ss_engine_world(const ss_engine *engine);
+const char *ss_engine_transport_name(const ss_engine *engine);
+
+/* ---- Called from autograd's hooks; they never wait for a peer (but end_backward does in replicated mode). ---- */
+
+/* A gradient is about to be added to the parameter's .grad, and then: it has been. */
+ss_code ss_engine_before_accumulate(ss_engine *engine, int32_t param, ss_error *err);
+ss_code ss_engine_after_accumulate(ss_engine *engine, int32_t param, ss_error *err);
+/* The outermost backward has ended. */
+ss_code ss_engine_end_backward(ss_engine *engine, ss_error *err);
+
+void ss_engine_set_sync(ss_engine *engine, int sync);
+int ss_engine_sync(const ss_engine *engine);
+void ss_engine_set_last_backward(ss_engine *engine, int last);
+ss_code ss_engine_set_divide_factor(ss_engine *engine, double factor, ss_error *err);
+
+/* ---- Closing (communicates) ---- */
+
+typedef enum { SS_AT_READ = 0, SS_AT_STEP = 1, SS_AT_ABORT = 2, SS_AT_SYNC = 3 } ss_close_point;
+typedef enum { SS_WANT_NOTHING = 0, SS_WANT_NORM = 1, SS_WANT_FULL = 2 } ss_want;
+
+typedef struct {
+    ss_close_point at;
+    ss_want want;
+    double order;    /* of the norm, for SS_WANT_NORM */
+    int32_t param;   /* for SS_WANT_FULL */
+} ss_close_request;
+
+/*
+ * One close. *place_needed becomes 1 when some rank has unfrozen parameters: nothing was settled then; place
+ * ss_engine_wanted() and close again. For SS_AT_STEP it returns when every rank is in its step.
+ */
+ss_code ss_engine_close(ss_engine *engine, const ss_close_request *request, int *place_needed, ss_error *err);
+int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n_params entries */
+
+/* Has a rank-local change happened since the last close? When not, a read needs no communication. */
+ss_code ss_engine_is_closed(ss_engine *engine, int *closed, ss_error *err);
+
+/* After a close that wanted it: the order-p norm of each parameter's gradient, NaN-propagating; 0 where there is none. */
+ss_code ss_engine_norms(ss_engine *engine, double order, double *norms, int *valid);
+
+/* ---- Gradients after a close: what the guard does with them ---- */
+
+int ss_engine_has_gradient(ss_engine *engine, int32_t param);           /* held: reduced, and some rank used it */
+void ss_engine_scale(ss_engine *engine, int32_t param, double factor);  /* .grad *= factor, pending */
+void ss_engine_materialise(ss_engine *engine, int32_t param);           /* folds the pending scale into the piece */
+void ss_engine_edited(ss_engine *engine, int32_t param);                /* the piece was written; norms are stale */
+ss_code ss_engine_zero(ss_engine *engine, int32_t param, ss_error *err);/* .grad.zero_(): present, with value zero */
+int ss_engine_local(ss_engine *engine, int32_t param);                  /* the slot holds this rank's local gradient */
+
+/* Drops every local gradient without communicating: the parameters' .grad are None afterwards. */
+void ss_engine_drop(ss_engine *engine, const int32_t *params, int32_t count);
+
+/* ---- The sharded update ---- */
+
+typedef enum { SS_RULE_ADAM = 0, SS_RULE_SGD = 1 } ss_rule;
+
+typedef struct {
+    double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
+    int decoupled, amsgrad, nesterov, maximize;
+} ss_options;
+
+typedef struct {
+    ss_rule rule;
+    const int32_t *group;     /* [n_params] index into options, -1: not this optimizer's */
+    const ss_options *options;
+    float *steps;             /* [n_params] updates made so far */
+    float *const *state[3];   /* [slot][n_buckets] this rank's segment of exp_avg, exp_avg_sq, max_exp_avg_sq or of the
+                                 momentum buffer; NULL where a bucket needs none */
+} ss_update;
+
+/* Updates what this rank owns of every parameter in `update` that has a gradient, and publishes it. Never waits. */
+ss_code ss_engine_update(ss_engine *engine, const ss_update *update, ss_error *err);
+/* For an update made by others on the FP32 pieces: masters that the user has overwritten through the low-precision
+   parameter are adopted before it; afterwards pieces are rounded to the parameter's dtype and published. */
+void ss_engine_adopt(ss_engine *engine, const int32_t *params, int32_t count);
+ss_code ss_engine_publish(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
+/* Communicates: collects what was published, on every rank. Ends the step. */
+ss_code ss_engine_gather(ss_engine *engine, ss_error *err);
+/* Sets masters from the parameters as they are now. */
+void ss_engine_reset_masters(ss_engine *engine);
+/* Communicates: every rank's parameters become those of which each rank's segment is the truth. */
+
+/* ---- Reports ---- */
+
+typedef struct {
+    uint64_t steps, closes, backwards;
+    uint64_t launched_early, launched_at_end, launched_at_close, late_rounds;
+    double exposed_seconds;    /* in closes and gathers: the caller waited or communicated */
+    double overlapped_seconds; /* in hooks */
+    double update_seconds;
+    ss_traffic traffic;
+} ss_stats;
+void ss_engine_stats(ss_engine *engine, ss_stats *stats);
+
+typedef struct {
+    uint64_t params, grads, padding, master, carry; /* bytes now */
+} ss_memory;
+void ss_engine_memory(ss_engine *engine, ss_memory *memory);
+
+/* Publishes that this rank cannot go on, so that peers stop waiting. */
+void ss_engine_fail(ss_engine *engine, const char *message);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

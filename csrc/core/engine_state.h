@@ -1,0 +1,152 @@
+/* The engine's private state, shared by window.c, close.c, update.c, norms.c and engine.c. */
+#ifndef SHARDSTEP_CORE_ENGINE_STATE_H
+#define SHARDSTEP_CORE_ENGINE_STATE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "core/engine.h"
+
+/*
+ * What a parameter's slot holds on this rank. "Bound" means that .grad is the tensor over the slot.
+ *
+ *   NONE     .grad is None
+ *   PHANTOM  bound, no gradient of ours; another rank may have one, so a clip must see the parameter
+ *   ZERO     bound, the local gradient of this round is zero, whatever the memory holds (see also `carried`)
+ *   LOCAL    bound, the memory holds the local gradient of this round
+ *   SENT     bound, the bucket is launched and the memory is in flight
+ *   BESIDE   the bucket is launched and still in flight; .grad is a tensor of its own with what came late
+ *   HELD     bound, the bucket is closed: my piece holds the reduced gradient, to be multiplied by `scale`
+ */
+typedef enum { SS_NONE, SS_PHANTOM, SS_ZERO, SS_LOCAL, SS_SENT, SS_BESIDE, SS_HELD } ss_param_state;
+
+typedef enum {
+    SS_OPEN,     /* the memory is this rank's to accumulate into */
+    SS_LAUNCHED, /* in flight */
+    SS_CLOSED    /* reduced; my segment is what counts */
+} ss_bucket_phase;
+
+typedef struct {
+    ss_param_spec spec;
+    char *name;
+    ss_piece piece;
+    uint8_t state;
+    bool sent;     /* this round carried a local gradient of it ... */
+    bool stale;    /* ... which the user has dropped since */
+    bool carried;  /* my piece of the bucket's carry counts for it */
+    bool kept;     /* it was held at the last close, and nobody dropped it here since */
+    bool arrived;  /* a gradient came in this backward */
+    bool expected; /* a gradient is expected in every synchronising backward */
+    double scale;  /* pending factor of a held gradient */
+    double norm_partial; /* sum of squares over my piece, valid with the bucket's norms_ready */
+    double norm_total;   /* over all ranks, unscaled; of order `norm_order` */
+} ss_param;
+
+typedef struct {
+    uint8_t phase;
+    bool launched;   /* in this round */
+    bool norms_ready;
+    bool published;
+    uint8_t defer;   /* 0: launch with the last expected gradient; 1: at the end of backward; 2: at the close */
+    int32_t n_expected, n_arrived;
+    uint64_t late_backward;  /* backward counter when it was launched, to tell the two kinds of lateness apart */
+    char *grad, *param;      /* this rank's planes */
+    void *carry;             /* my segment of gradient kept from before this round, in final units; or NULL */
+    float *master;           /* FP32 masters of my segment; NULL when the parameter is its own */
+    ss_region *region, *master_region;
+    double lanes[SS_NORM_LANES]; /* running sums of the member under the cursor */
+    int32_t cursor;              /* member index for the running sums */
+} ss_bucket;
+
+struct ss_engine {
+    pthread_mutex_t lock;
+    ss_transport *transport;
+    const ss_kernels *kernels;
+    ss_framework framework;
+    int (*interrupted)(void *);
+
+    int rank, world;
+    bool sharded, sync, last_backward;
+    int accumulate;
+    int64_t bucket_bytes;
+    double divide_factor;
+
+    ss_layout layout;
+    ss_param_spec *specs; /* [n_params], as the layout wants them */
+    ss_param *params;     /* [n_params] */
+    ss_bucket *buckets;   /* [layout.n_buckets] */
+    int32_t next_launch;  /* for transports that launch in order */
+
+    uint64_t sequence;       /* closes so far; equal on all ranks */
+    uint64_t backward;       /* backwards ended so far */
+    int window_backwards;    /* in this window, for `accumulate` */
+    bool want_norms;         /* the last window asked for L2 norms: compute them while the sums are in cache */
+    bool norms_asked;        /* this window did */
+    bool all_at_step;        /* in the last close every rank was in its step */
+    bool stepping;           /* this rank is, and waits for the others */
+    uint64_t edits;          /* in-place edits of held gradients, as counted on this rank */
+    bool norms_valid;
+    double norm_order;
+    bool aborted_by_peer;    /* the last close was aborted by a peer and this rank has been told */
+
+    uint8_t *message, *messages; /* mine, and everybody's */
+    size_t message_bytes;
+    double *partials;            /* [(world + 1) * n_params] */
+    uint8_t *verdict;            /* [n_params] what the ranks agreed in a close */
+
+    ss_code broken;       /* a failure that cannot be mended: every later collective repeats it */
+    ss_error broken_error;
+    ss_stats stats;
+};
+
+/* engine.c */
+double ss_now(void);
+ss_code ss_check_usable(const ss_engine *e, ss_error *err);
+/* Records an unmendable failure of a collective and adds names to it. Returns `code`. */
+ss_code ss_broke(ss_engine *e, ss_code code, const char *phase, ss_error *err);
+void ss_describe_bucket(const ss_engine *e, int32_t bucket, char *text, size_t size);
+
+static inline void *ss_grad_at(const ss_engine *e, int32_t bucket, int64_t element)
+{
+    return e->buckets[bucket].grad + element * (int64_t)ss_dtype_size(e->layout.buckets[bucket].grad_dtype);
+}
+/* My piece's gradient. */
+static inline void *ss_piece_grad(const ss_engine *e, int32_t param)
+{
+    int32_t b = e->layout.placements[param].bucket;
+    return ss_grad_at(e, b, e->rank * e->layout.buckets[b].segment + e->params[param].piece.in_segment);
+}
+static inline void *ss_piece_carry(const ss_engine *e, int32_t param)
+{
+    int32_t b = e->layout.placements[param].bucket;
+    return (char *)e->buckets[b].carry +
+           e->params[param].piece.in_segment * (int64_t)ss_dtype_size(e->layout.buckets[b].grad_dtype);
+}
+#define SS_EACH_MEMBER(e, bucket, i)                                                                                 \
+    for (int32_t m_ = (e)->layout.buckets[bucket].first_member,                                                      \
+                 end_ = m_ + (e)->layout.buckets[bucket].n_members, i;                                               \
+         m_ < end_ && ((i = (e)->layout.members[m_]), true); m_++)
+
+/* window.c (the lock is held) */
+ss_code ss_window_reconcile(ss_engine *e, int32_t param, bool closing, ss_error *err);
+ss_code ss_window_launch(ss_engine *e, int32_t bucket, ss_error *err);
+ss_code ss_window_reopen_closed(ss_engine *e, int32_t bucket, ss_error *err);
+ss_code ss_window_reopen_launched(ss_engine *e, int32_t bucket, ss_error *err);
+bool ss_window_has_local(const ss_engine *e, int32_t bucket);
+void ss_window_drop(ss_engine *e, int32_t param);
+
+/* close.c (the lock is held) */
+ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err);
+
+/* pieces.c: element work on my piece of one parameter */
+void ss_piece_scale(ss_engine *e, int32_t param);
+void ss_piece_zero(ss_engine *e, int32_t param, bool carry);
+void ss_piece_add_carry(ss_engine *e, int32_t param, double scale);
+void ss_piece_to_carry(ss_engine *e, int32_t param, double scale);
+
+/* norms.c */
+void ss_norms_begin(ss_engine *e, int32_t bucket);
+void ss_norms_range(ss_engine *e, int32_t bucket, int64_t begin, int64_t end);
+ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err);
+
+#endif

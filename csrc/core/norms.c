@@ -1,0 +1,154 @@
+/*
+ * Norms of reduced gradients. Each rank sums over its pieces, the ranks add their sums in rank order. L2 sums are FP64
+ * in 16 fixed lanes per parameter, so they do not depend on the instruction set or on when they are computed; when the
+ * last window asked for them they are computed block by block while the reduction has the data in cache.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "core/engine_state.h"
+
+void ss_norms_begin(ss_engine *e, int32_t b)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    bucket->norms_ready = false;
+    bucket->cursor = 0;
+    memset(bucket->lanes, 0, sizeof bucket->lanes);
+}
+
+static double sum_lanes(const double lanes[SS_NORM_LANES])
+{
+    double sum = 0.0;
+    for (int k = 0; k < SS_NORM_LANES; k++) {
+        sum += lanes[k];
+    }
+    return sum;
+}
+
+static void add_squares(ss_engine *e, int32_t i, const void *x, int64_t n, int64_t phase, double *lanes)
+{
+    if (e->params[i].spec.grad_dtype == SS_F64) {
+        e->kernels->sumsq_f64(x, n, phase, lanes);
+    } else {
+        e->kernels->sumsq_f32(x, n, phase, lanes);
+    }
+}
+
+/* Elements [begin, end) of my segment are final. Ranges come in order. */
+void ss_norms_range(ss_engine *e, int32_t b, int64_t begin, int64_t end)
+{
+    if (!e->want_norms) {
+        return;
+    }
+    ss_bucket *bucket = &e->buckets[b];
+    const ss_bucket_shape *shape = &e->layout.buckets[b];
+    int64_t base = e->rank * shape->segment;
+    for (; bucket->cursor < shape->n_members; bucket->cursor++) {
+        int32_t i = e->layout.members[shape->first_member + bucket->cursor];
+        ss_param *p = &e->params[i];
+        int64_t piece_end = p->piece.in_segment + p->piece.numel;
+        int64_t from = p->piece.in_segment > begin ? p->piece.in_segment : begin;
+        int64_t to = piece_end < end ? piece_end : end;
+        if (from < to) {
+            add_squares(e, i, ss_grad_at(e, b, base + from), to - from, p->piece.in_param + from - p->piece.in_segment,
+                        bucket->lanes);
+        }
+        if (p->piece.numel > 0 && piece_end > end) {
+            return; /* the rest of this piece is in the next range */
+        }
+        p->norm_partial = sum_lanes(bucket->lanes);
+        memset(bucket->lanes, 0, sizeof bucket->lanes);
+    }
+    bucket->norms_ready = true;
+}
+
+static double partial_norm(const void *data, bool f64, int64_t n, double order)
+{
+    double sum = order == -INFINITY ? INFINITY : 0.0;
+    for (int64_t k = 0; k < n; k++) {
+        double x = fabs(f64 ? ((const double *)data)[k] : (double)((const float *)data)[k]);
+        if (isinf(order)) {
+            sum = isnan(x) || isnan(sum) ? NAN : order > 0 ? fmax(sum, x) : fmin(sum, x);
+        } else if (order == 0.0) {
+            sum += x != 0.0;
+        } else if (order == 1.0) {
+            sum += x;
+        } else {
+            sum += pow(x, order);
+        }
+    }
+    return sum;
+}
+
+static void compute_partials(ss_engine *e, double order)
+{
+    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
+        ss_bucket *bucket = &e->buckets[b];
+        if (order == 2.0 && bucket->norms_ready) {
+            continue;
+        }
+        SS_EACH_MEMBER(e, b, i) {
+            ss_param *p = &e->params[i];
+            if (p->state != SS_HELD) {
+                p->norm_partial = 0.0;
+            } else if (order == 2.0) {
+                double lanes[SS_NORM_LANES] = {0};
+                add_squares(e, i, ss_piece_grad(e, i), p->piece.numel, p->piece.in_param, lanes);
+                p->norm_partial = sum_lanes(lanes);
+            } else {
+                p->norm_partial = partial_norm(p->piece.numel ? ss_piece_grad(e, i) : NULL,
+                                               p->spec.grad_dtype == SS_F64, p->piece.numel, order);
+            }
+        }
+        bucket->norms_ready = order == 2.0;
+    }
+}
+
+/* Collective. Leaves each parameter's total of the given order in norm_total, when this rank wants to keep it. */
+ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err)
+{
+    int32_t n = e->layout.n_params;
+    compute_partials(e, order);
+    double *mine = e->partials, *all = e->partials + n;
+    for (int32_t i = 0; i < n; i++) {
+        mine[i] = e->layout.placements[i].bucket >= 0 ? e->params[i].norm_partial : 0.0;
+    }
+    SS_TRY(e->transport->ops->exchange(e->transport, mine, (size_t)n * sizeof *mine, all, err));
+    if (!keep) {
+        return SS_OK;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        double total = all[i];
+        for (int k = 1; k < e->world; k++) {
+            double other = all[(int64_t)k * n + i];
+            if (isinf(order)) {
+                total = isnan(total) || isnan(other) ? NAN : order > 0 ? fmax(total, other) : fmin(total, other);
+            } else {
+                total += other;
+            }
+        }
+        e->params[i].norm_total = total;
+    }
+    e->norm_order = order;
+    e->norms_valid = true;
+    return SS_OK;
+}
+
+ss_code ss_engine_norms(ss_engine *e, double order, double *norms, int *valid)
+{
+    pthread_mutex_lock(&e->lock);
+    *valid = e->norms_valid && e->norm_order == order;
+    for (int32_t i = 0; *valid && i < e->layout.n_params; i++) {
+        const ss_param *p = &e->params[i];
+        double root = p->norm_total;
+        if (order == 2.0) {
+            root = sqrt(root);
+        } else if (!isinf(order) && order != 0.0 && order != 1.0) {
+            root = pow(root, 1.0 / order);
+        }
+        bool held = e->layout.placements[i].bucket >= 0 && p->state == SS_HELD;
+        norms[i] = !held ? 0.0 : order == 0.0 ? root : root * fabs(p->scale);
+    }
+    pthread_mutex_unlock(&e->lock);
+    return SS_OK;
+}

@@ -1,0 +1,404 @@
+/*
+ * The accumulation window on one rank: what happens to a parameter's slot and to its bucket between two closes. Nothing
+ * here waits for a peer.
+ *
+ * The framework's .grad is the truth and may be changed by the user at any time, so every entry first reconciles the
+ * state with it.
+ */
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/engine_state.h"
+
+static ss_code absorb(ss_engine *e, int32_t i, ss_error *err);
+
+/* The user has dropped the gradient (.grad = None, zero_grad, a new tensor). */
+void ss_window_drop(ss_engine *e, int32_t i)
+{
+    ss_param *p = &e->params[i];
+    if (p->sent) {
+        p->stale = true;
+    }
+    p->carried = false;
+    p->kept = false;
+    p->state = SS_NONE;
+}
+
+/* Brings the state in line with the framework's .grad. A tensor the user has put there is this rank's local gradient; only
+   when a closed window is being closed again is it, as in DDP, the averaged gradient to step with. */
+ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err)
+{
+    ss_param *p = &e->params[i];
+    ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
+    if (kind == SS_GRAD_BOUND) {
+        if (p->state == SS_NONE || p->state == SS_BESIDE) {
+            return ss_fail(err, SS_ERR_USAGE,
+                           "the gradient of parameter '%s' was set to a tensor kept from an earlier window, whose content "
+                           "is gone; assign a copy of the values you need instead", p->name);
+        }
+        return SS_OK;
+    }
+    if (kind == SS_GRAD_NONE) {
+        if (p->state != SS_NONE) {
+            ss_window_drop(e, i);
+        }
+        return SS_OK;
+    }
+    if (p->state == SS_BESIDE) {
+        return SS_OK;
+    }
+    if (closing && p->state == SS_HELD && e->buckets[e->layout.placements[i].bucket].phase == SS_CLOSED) {
+        if (p->piece.numel > 0) {
+            SS_TRY(e->framework.fold_piece(e->framework.ctx, i, p->piece.in_param, p->piece.numel, ss_piece_grad(e, i),
+                                           err));
+        }
+        p->scale = 1.0;
+        e->norms_valid = false;
+        e->buckets[e->layout.placements[i].bucket].norms_ready = false;
+        e->framework.bind(e->framework.ctx, i);
+        return SS_OK;
+    }
+    if (p->state != SS_NONE) {
+        ss_window_drop(e, i);
+    }
+    return absorb(e, i, err);
+}
+
+bool ss_window_has_local(const ss_engine *e, int32_t b)
+{
+    SS_EACH_MEMBER(e, b, i) {
+        if (e->params[i].state == SS_LOCAL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static ss_code ensure_carry(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    const ss_bucket_shape *shape = &e->layout.buckets[b];
+    if (bucket->carry == NULL) {
+        bucket->carry = calloc((size_t)shape->segment, ss_dtype_size(shape->grad_dtype));
+        if (bucket->carry == NULL) {
+            return ss_fail(err, SS_ERR_NO_MEMORY, "no memory to keep the gradient segment of bucket %d", b);
+        }
+    }
+    return SS_OK;
+}
+
+/* New gradient arrives for a closed bucket: what is still held moves to the carry, the memory becomes ours again. */
+ss_code ss_window_reopen_closed(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    bucket->phase = SS_OPEN;
+    bucket->norms_ready = false;
+    e->norms_valid = false;
+    SS_EACH_MEMBER(e, b, i) {
+        ss_param *p = &e->params[i];
+        if (p->state != SS_HELD) {
+            continue;
+        }
+        ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
+        if (kind == SS_GRAD_NONE) {
+            ss_window_drop(e, i);
+            continue;
+        }
+        SS_TRY(ensure_carry(e, b, err));
+        if (kind == SS_GRAD_BOUND) {
+            ss_piece_to_carry(e, i, p->scale);
+        } else { /* assigned after the close: as in DDP, the averaged gradient */
+            if (p->piece.numel > 0) {
+                SS_TRY(e->framework.fold_piece(e->framework.ctx, i, p->piece.in_param, p->piece.numel,
+                                               ss_piece_carry(e, i), err));
+            }
+            e->framework.bind(e->framework.ctx, i);
+        }
+        p->carried = true;
+        p->state = SS_ZERO;
+    }
+    return SS_OK;
+}
+
+/* More gradient arrives for a launched bucket that every peer has read: the sum so far moves to the carry. */
+ss_code ss_window_reopen_launched(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    SS_TRY(ensure_carry(e, b, err));
+    bucket->phase = SS_OPEN;
+    bucket->norms_ready = false;
+    double scale = 1.0 / e->divide_factor;
+    SS_EACH_MEMBER(e, b, i) {
+        ss_param *p = &e->params[i];
+        if (p->carried) {
+            ss_piece_add_carry(e, i, scale);
+            ss_piece_to_carry(e, i, 1.0);
+        } else {
+            ss_piece_to_carry(e, i, scale);
+        }
+        p->carried = true;
+        if (p->state == SS_SENT) {
+            p->state = SS_ZERO;
+        } else if (p->state == SS_BESIDE) {
+            SS_TRY(e->framework.fold(e->framework.ctx, i, err));
+            e->framework.bind(e->framework.ctx, i);
+            p->state = SS_LOCAL;
+        }
+    }
+    return SS_OK;
+}
+
+static ss_code try_reopen(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_reduce_state state;
+    SS_TRY(e->transport->ops->poll(e->transport, b, &state, err));
+    return state == SS_REDUCE_SETTLED ? ss_window_reopen_launched(e, b, err) : SS_OK;
+}
+
+/* The OTHER gradient of a parameter becomes the content of its slot, or waits beside it while the slot is in flight. */
+static ss_code absorb(ss_engine *e, int32_t i, ss_error *err)
+{
+    ss_param *p = &e->params[i];
+    int32_t b = e->layout.placements[i].bucket;
+    ss_bucket *bucket = &e->buckets[b];
+    if (bucket->phase == SS_CLOSED) {
+        SS_TRY(ss_window_reopen_closed(e, b, err));
+    } else if (bucket->phase == SS_LAUNCHED) {
+        SS_TRY(try_reopen(e, b, err));
+    }
+    if (bucket->phase == SS_OPEN) {
+        if (p->state != SS_LOCAL) { /* reopening may have folded it already */
+            SS_TRY(e->framework.fold(e->framework.ctx, i, err));
+            e->framework.bind(e->framework.ctx, i);
+            p->state = SS_LOCAL;
+        }
+        return SS_OK;
+    }
+    if (p->state != SS_BESIDE) {
+        SS_TRY(e->framework.set_beside(e->framework.ctx, i, err));
+        p->state = SS_BESIDE;
+    }
+    return SS_OK;
+}
+
+/* My gradient of an open bucket is final for this round. */
+ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    const ss_bucket_shape *shape = &e->layout.buckets[b];
+    bool contributes = ss_window_has_local(e, b);
+    size_t element = ss_dtype_size(shape->grad_dtype);
+    SS_EACH_MEMBER(e, b, i) {
+        ss_param *p = &e->params[i];
+        if (p->state == SS_LOCAL) {
+            p->sent = true;
+            p->state = SS_SENT;
+            continue;
+        }
+        if (contributes) {
+            memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0, (size_t)p->spec.numel * element);
+        }
+        if (p->state == SS_ZERO) {
+            p->state = SS_SENT;
+        }
+    }
+    ss_norms_begin(e, b);
+    bucket->phase = SS_LAUNCHED;
+    bucket->launched = true;
+    bucket->late_backward = e->backward;
+    return e->transport->ops->launch(e->transport, b, contributes, err);
+}
+
+/* Launches what may be launched, in order where the transport asks for it, and lets launched buckets progress. */
+static ss_code launch_ready(ss_engine *e, int32_t only, bool at_end, ss_error *err)
+{
+    bool in_order = e->transport->ops->in_order;
+    int32_t from = in_order || at_end ? 0 : only, to = in_order || at_end ? e->layout.n_buckets : only + 1;
+    if (in_order) {
+        from = e->next_launch;
+    }
+    for (int32_t b = from; b < to; b++) {
+        ss_bucket *bucket = &e->buckets[b];
+        if (!bucket->launched) {
+            bool complete = bucket->defer == 0 && bucket->n_expected > 0 && bucket->n_arrived >= bucket->n_expected;
+            bool due = complete || (at_end && bucket->defer < 2);
+            if (due && bucket->phase == SS_OPEN) {
+                SS_TRY(ss_window_launch(e, b, err));
+                if (at_end) {
+                    e->stats.launched_at_end++;
+                } else {
+                    e->stats.launched_early++;
+                }
+            } else if (in_order) {
+                break;
+            }
+        }
+        if (in_order) {
+            e->next_launch = b + 1;
+        }
+    }
+    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
+        if (e->buckets[b].phase == SS_LAUNCHED) {
+            ss_reduce_state state;
+            SS_TRY(e->transport->ops->poll(e->transport, b, &state, err));
+        }
+    }
+    return SS_OK;
+}
+
+static bool synchronising(const ss_engine *e)
+{
+    return e->sync && e->last_backward && (e->accumulate <= 1 || e->window_backwards % e->accumulate == e->accumulate - 1);
+}
+
+static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
+{
+    ss_param *p = &e->params[i];
+    int32_t b = e->layout.placements[i].bucket;
+    SS_TRY(ss_window_reconcile(e, i, false, err));
+    switch ((ss_param_state)p->state) {
+    case SS_NONE:
+    case SS_LOCAL:
+    case SS_BESIDE:
+        return SS_OK;
+    case SS_HELD:
+        SS_TRY(ss_window_reopen_closed(e, b, err));
+        break;
+    case SS_SENT:
+        SS_TRY(try_reopen(e, b, err));
+        break;
+    case SS_PHANTOM:
+    case SS_ZERO:
+        break;
+    }
+    /* The memory behind .grad has no value of this round: without a .grad autograd hands the gradient over, and the
+       post-hook writes it. That saves the pass that would zero the slot and the pass that would add. */
+    e->framework.unbind(e->framework.ctx, i);
+    return SS_OK;
+}
+
+static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
+{
+    ss_param *p = &e->params[i];
+    int32_t b = e->layout.placements[i].bucket;
+    ss_bucket *bucket = &e->buckets[b];
+    ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
+    if (kind == SS_GRAD_NONE) {
+        return SS_OK;
+    }
+    if (kind == SS_GRAD_OTHER) {
+        /* create_graph adds out of place; what it made holds all of the slot's gradient. */
+        if (p->state == SS_LOCAL) {
+            p->state = SS_ZERO;
+        }
+        SS_TRY(absorb(e, i, err));
+    }
+    if (bucket->launched) {
+        uint8_t defer = bucket->late_backward == e->backward ? 1 : 2;
+        bucket->defer = bucket->defer > defer ? bucket->defer : defer;
+    }
+    if (!p->arrived) {
+        p->arrived = true;
+        bucket->n_arrived += p->expected;
+    }
+    return synchronising(e) ? launch_ready(e, b, false, err) : SS_OK;
+}
+
+/* A clip must see the same parameters on every rank: show those that only another rank may have used. */
+static void bind_phantoms(ss_engine *e)
+{
+    for (int32_t i = 0; i < e->layout.n_params; i++) {
+        ss_param *p = &e->params[i];
+        int32_t b = e->layout.placements[i].bucket;
+        if (b >= 0 && p->state == SS_NONE && e->framework.kind(e->framework.ctx, i) == SS_GRAD_NONE) {
+            e->framework.bind(e->framework.ctx, i);
+            p->state = SS_PHANTOM;
+        }
+    }
+}
+
+static ss_code end_backward(ss_engine *e, ss_error *err)
+{
+    if (synchronising(e)) {
+        SS_TRY(launch_ready(e, -1, true, err));
+        if (!e->sharded) {
+            ss_close_request request = {SS_AT_SYNC, SS_WANT_NOTHING, 0.0, -1};
+            SS_TRY(ss_close_locked(e, &request, NULL, err));
+        }
+    }
+    if (e->sharded && e->world > 1) {
+        bind_phantoms(e);
+    }
+    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
+        e->buckets[b].n_arrived = 0;
+    }
+    for (int32_t i = 0; i < e->layout.n_params; i++) {
+        e->params[i].arrived = false;
+    }
+    e->backward++;
+    e->window_backwards++;
+    e->stats.backwards++;
+    return SS_OK;
+}
+
+/* ---- public ---- */
+
+ss_code ss_engine_before_accumulate(ss_engine *e, int32_t i, ss_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    ss_code code = before_accumulate(e, i, err);
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+ss_code ss_engine_after_accumulate(ss_engine *e, int32_t i, ss_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    double begin = synchronising(e) ? ss_now() : 0.0;
+    ss_code code = after_accumulate(e, i, err);
+    if (begin > 0.0) {
+        e->stats.overlapped_seconds += ss_now() - begin;
+    }
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+ss_code ss_engine_end_backward(ss_engine *e, ss_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    ss_code code = end_backward(e, err);
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+ss_code ss_engine_zero(ss_engine *e, int32_t i, ss_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    ss_code code = ss_window_reconcile(e, i, false, err);
+    ss_param *p = &e->params[i];
+    if (code == SS_OK && p->state != SS_NONE && p->state != SS_PHANTOM) {
+        int32_t b = e->layout.placements[i].bucket;
+        bool in_flight = p->state == SS_SENT;
+        if (p->state == SS_HELD) { /* the bucket may be stepped as it is, so the value must be there */
+            ss_piece_zero(e, i, false);
+            e->buckets[b].norms_ready = false;
+            e->norms_valid = false;
+        }
+        ss_window_drop(e, i);
+        p->state = in_flight ? SS_SENT : SS_ZERO;
+    }
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+void ss_engine_set_sync(ss_engine *e, int sync) { e->sync = sync != 0; }
+int ss_engine_sync(const ss_engine *e) { return e->sync; }
+void ss_engine_set_last_backward(ss_engine *e, int last) { e->last_backward = last != 0; }
+
+int ss_engine_local(ss_engine *e, int32_t i)
+{
+    pthread_mutex_lock(&e->lock);
+    int local = e->params[i].state == SS_LOCAL && !e->params[i].carried;
+    pthread_mutex_unlock(&e->lock);
+    return local;
+}
