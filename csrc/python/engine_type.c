@@ -1,0 +1,754 @@
+/*
+ * The type shardstep._C.Engine: one wrapped model on one rank. A thin skin over core/engine.h; the documentation of what a
+ * call does is there. The interpreter's lock is released around everything that takes the engine's lock.
+ */
+#include "python/python.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    ss_engine *engine;
+    ss_shim *shim;
+    int32_t n_params;
+    PyObject *weakrefs;
+} EngineObject;
+
+/* Runs `call` without the interpreter's lock; raises when it fails. */
+#define WITHOUT_GIL(code, call) \
+    Py_BEGIN_ALLOW_THREADS      \
+    (code) = (call);            \
+    Py_END_ALLOW_THREADS
+
+static PyObject *none_or_raise(ss_code code, const ss_error *err)
+{
+    if (code != SS_OK) {
+        ss_raise_error(err);
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static int check_open(const EngineObject *self)
+{
+    if (self->engine == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this engine is closed: the model was unwrapped");
+        return -1;
+    }
+    return 0;
+}
+
+/* An argument that is a parameter's index. */
+static int parse_param(const EngineObject *self, PyObject *arg, int32_t *param)
+{
+    long i = PyLong_AsLong(arg);
+    if (i == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (check_open(self) < 0) {
+        return -1;
+    }
+    if (i < 0 || i >= self->n_params) {
+        PyErr_Format(PyExc_IndexError, "parameter index %ld is not in [0, %d)", i, (int)self->n_params);
+        return -1;
+    }
+    *param = (int32_t)i;
+    return 0;
+}
+
+/* A buffer of int32 indices (array.array('i')), each a valid parameter. */
+static int check_indices(const EngineObject *self, const Py_buffer *view, int allow_none)
+{
+    const int32_t *index = view->buf;
+    Py_ssize_t n = view->len / (Py_ssize_t)sizeof *index;
+    for (Py_ssize_t k = 0; k < n; k++) {
+        if (index[k] < (allow_none ? -1 : 0) || index[k] >= (allow_none ? INT32_MAX : self->n_params)) {
+            PyErr_Format(PyExc_IndexError, "index %d is not in [0, %d)", (int)index[k], (int)self->n_params);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"params", "names", "param_dtypes", "grad_dtypes", "transport",
+                               "bucket_bytes", "sharded", "accumulate", NULL};
+    PyObject *params, *names, *capsule;
+    Py_buffer param_dtypes, grad_dtypes;
+    long long bucket_bytes;
+    int sharded, accumulate;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!y*y*OLpi", keywords, &params, &PyList_Type, &names, &param_dtypes,
+                                     &grad_dtypes, &capsule, &bucket_bytes, &sharded, &accumulate)) {
+        return NULL;
+    }
+    EngineObject *self = NULL;
+    ss_param_spec *specs = NULL;
+    const char **c_names = NULL;
+    Py_ssize_t n = PyList_GET_SIZE(names);
+    ss_transport *transport = PyCapsule_GetPointer(capsule, SS_TRANSPORT_CAPSULE);
+    if (transport == NULL) {
+        goto done;
+    }
+    if (param_dtypes.len != n || grad_dtypes.len != n || PySequence_Size(params) != n) {
+        PyErr_SetString(PyExc_ValueError, "params, names and dtypes must have the same length");
+        goto done;
+    }
+    specs = calloc((size_t)n + 1, sizeof *specs);
+    c_names = calloc((size_t)n + 1, sizeof *c_names);
+    if (specs == NULL || c_names == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *param = PySequence_GetItem(params, i);
+        PyObject *numel = param != NULL ? PyObject_CallMethod(param, "numel", NULL) : NULL;
+        Py_XDECREF(param);
+        c_names[i] = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
+        if (numel == NULL || c_names[i] == NULL) {
+            Py_XDECREF(numel);
+            goto done;
+        }
+        specs[i].numel = PyLong_AsLongLong(numel);
+        specs[i].param_dtype = (ss_dtype)((const uint8_t *)param_dtypes.buf)[i];
+        specs[i].grad_dtype = (ss_dtype)((const uint8_t *)grad_dtypes.buf)[i];
+        Py_DECREF(numel);
+    }
+    self = (EngineObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        goto done;
+    }
+    self->n_params = (int32_t)n;
+    self->shim = ss_shim_create(params, ss_raise_error);
+    if (self->shim == NULL) {
+        Py_CLEAR(self);
+        goto done;
+    }
+    ss_engine_config config = {.size = sizeof config,
+                               .n_params = (int32_t)n,
+                               .specs = specs,
+                               .names = c_names,
+                               .bucket_bytes = bucket_bytes,
+                               .sharded = sharded,
+                               .accumulate = accumulate};
+    ss_framework framework = ss_shim_framework(self->shim);
+    ss_error err = {0};
+    /* From here on the engine owns the transport. */
+    PyCapsule_SetDestructor(capsule, NULL);
+    if (ss_engine_create(&config, transport, ss_kernels_get(NULL), &framework, ss_shim_interrupted, &self->engine, &err) !=
+        SS_OK) {
+        ss_raise_error(&err);
+        Py_CLEAR(self);
+        goto done;
+    }
+    ss_shim_set_engine(self->shim, self->engine);
+done:
+    PyBuffer_Release(&param_dtypes);
+    PyBuffer_Release(&grad_dtypes);
+    free(specs);
+    free(c_names);
+    return (PyObject *)self;
+}
+
+static void close_engine(EngineObject *self)
+{
+    ss_engine *engine = self->engine;
+    self->engine = NULL;
+    if (self->shim != NULL) {
+        ss_shim_destroy(self->shim);
+        self->shim = NULL;
+    }
+    if (engine != NULL) {
+        Py_BEGIN_ALLOW_THREADS
+        ss_engine_destroy(engine);
+        Py_END_ALLOW_THREADS
+    }
+}
+
+static void engine_dealloc(EngineObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->weakrefs != NULL) {
+        PyObject_ClearWeakRefs((PyObject *)self);
+    }
+    close_engine(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyObject *engine_close_down(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    close_engine(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_place(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    if (!PyArg_ParseTuple(args, "y*", &params)) {
+        return NULL;
+    }
+    ss_code code = SS_ERR_USAGE;
+    ss_error err = {0};
+    PyObject *result = NULL;
+    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
+        WITHOUT_GIL(code, ss_engine_place(self->engine, params.buf, (int32_t)(params.len / 4), &err));
+        result = none_or_raise(code, &err);
+    }
+    PyBuffer_Release(&params);
+    return result;
+}
+
+/* A flat tensor of n elements, or None where there is no memory. */
+static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
+{
+    int64_t stride = 1;
+    if (data == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    return ss_shim_tensor(data, dtype, &n, &stride, 1, region);
+}
+
+PyDoc_STRVAR(slot_doc,
+             "slot(i, like) -> dict or None\n\n"
+             "Tensors over parameter i's memory: `grad` and `param` (None in replicated mode) with the sizes and strides of\n"
+             "`like`; `piece_grad`, `piece_param`, `piece_master` flat over what this rank owns; `begin` and `numel` of the\n"
+             "piece within the parameter; `bucket`. None when the parameter is not in the layout.");
+
+static PyObject *engine_slot(EngineObject *self, PyObject *args)
+{
+    PyObject *index, *like;
+    int32_t i;
+    if (!PyArg_ParseTuple(args, "OO", &index, &like) || parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    ss_slot slot = ss_engine_slot(self->engine, i);
+    if (slot.bucket < 0) {
+        Py_RETURN_NONE;
+    }
+    const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
+    PyObject *grad = ss_shim_tensor_like(slot.grad, shape->grad_dtype, like, slot.region);
+    PyObject *param = slot.param != NULL ? ss_shim_tensor_like(slot.param, shape->param_dtype, like, slot.region)
+                                         : Py_NewRef(Py_None);
+    PyObject *piece_grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_master = slot.piece_master == NULL || slot.master_region != NULL
+                                 ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
+                                 : Py_XNewRef(piece_param);
+    if (grad == NULL || param == NULL || piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
+        Py_XDECREF(grad);
+        Py_XDECREF(param);
+        Py_XDECREF(piece_grad);
+        Py_XDECREF(piece_param);
+        Py_XDECREF(piece_master);
+        return NULL;
+    }
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "piece_grad", piece_grad,
+                         "piece_param", piece_param, "piece_master", piece_master, "begin",
+                         (long long)slot.piece.in_param, "numel", (long long)slot.piece.numel, "in_segment",
+                         (long long)slot.piece.in_segment, "bucket", slot.bucket);
+}
+
+static PyObject *engine_attach(EngineObject *self, PyObject *args)
+{
+    PyObject *index, *bound, *slot;
+    int32_t i;
+    if (!PyArg_ParseTuple(args, "OOO", &index, &bound, &slot) || parse_param(self, index, &i) < 0 ||
+        ss_shim_attach(self->shim, i, bound, slot) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_watch(EngineObject *self, PyObject *tensor)
+{
+    if (check_open(self) < 0 || ss_shim_watch(self->shim, tensor) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_moved(EngineObject *self, PyObject *in_bucket)
+{
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(ss_shim_moved(self->shim, PyObject_IsTrue(in_bucket)));
+}
+
+static PyObject *engine_set_last_backward(EngineObject *self, PyObject *flag)
+{
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_engine_set_last_backward(self->engine, PyObject_IsTrue(flag));
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_set_divide_factor(EngineObject *self, PyObject *factor)
+{
+    double value = PyFloat_AsDouble(factor);
+    ss_error err = {0};
+    if ((value == -1.0 && PyErr_Occurred()) || check_open(self) < 0) {
+        return NULL;
+    }
+    return none_or_raise(ss_engine_set_divide_factor(self->engine, value, &err), &err);
+}
+
+PyDoc_STRVAR(close_doc,
+             "close(at, want=0, order=2.0, param=-1) -> None or list of parameters to place\n\n"
+             "Communicates. Closes the round; when a list comes back, place those and close again.");
+
+static PyObject *engine_close(EngineObject *self, PyObject *args)
+{
+    int at, want = SS_WANT_NOTHING, param = -1, place_needed = 0;
+    double order = 2.0;
+    if (!PyArg_ParseTuple(args, "i|idi", &at, &want, &order, &param) || check_open(self) < 0) {
+        return NULL;
+    }
+    if (want == SS_WANT_FULL && (param < 0 || param >= self->n_params)) {
+        PyErr_Format(PyExc_IndexError, "parameter index %d is not in [0, %d)", param, (int)self->n_params);
+        return NULL;
+    }
+    ss_close_request request = {(ss_close_point)at, (ss_want)want, order, param};
+    ss_error err = {0};
+    ss_code code;
+    WITHOUT_GIL(code, ss_engine_close(self->engine, &request, &place_needed, &err));
+    if (code != SS_OK || !place_needed) {
+        return none_or_raise(code, &err);
+    }
+    int32_t *wanted = calloc((size_t)self->n_params + 1, sizeof *wanted);
+    if (wanted == NULL) {
+        return PyErr_NoMemory();
+    }
+    int32_t n = ss_engine_wanted(self->engine, wanted);
+    PyObject *list = PyList_New(n);
+    for (int32_t k = 0; list != NULL && k < n; k++) {
+        PyObject *item = PyLong_FromLong(wanted[k]);
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, k, item);
+    }
+    free(wanted);
+    return list;
+}
+
+static PyObject *engine_is_closed(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    int closed = 0;
+    ss_error err = {0};
+    ss_code code;
+    WITHOUT_GIL(code, ss_engine_is_closed(self->engine, &closed, &err));
+    if (code != SS_OK) {
+        ss_raise_error(&err);
+        return NULL;
+    }
+    return PyBool_FromLong(closed);
+}
+
+static PyObject *engine_norms(EngineObject *self, PyObject *arg)
+{
+    double order = PyFloat_AsDouble(arg);
+    if ((order == -1.0 && PyErr_Occurred()) || check_open(self) < 0) {
+        return NULL;
+    }
+    int valid = 0;
+    PyObject *bytes = PyByteArray_FromStringAndSize(NULL, self->n_params * (Py_ssize_t)sizeof(double));
+    if (bytes == NULL) {
+        return NULL;
+    }
+    double *norms = (double *)PyByteArray_AS_STRING(bytes);
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_norms(self->engine, order, norms, &valid);
+    Py_END_ALLOW_THREADS
+    if (!valid) {
+        Py_DECREF(bytes);
+        Py_RETURN_NONE;
+    }
+    return bytes;
+}
+
+static PyObject *engine_has_gradient(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    return parse_param(self, index, &i) < 0 ? NULL : PyBool_FromLong(ss_engine_has_gradient(self->engine, i));
+}
+
+static PyObject *engine_local(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    int local;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    local = ss_engine_local(self->engine, i);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(local);
+}
+
+static PyObject *engine_scale(EngineObject *self, PyObject *args)
+{
+    PyObject *index;
+    double factor;
+    int32_t i;
+    if (!PyArg_ParseTuple(args, "Od", &index, &factor) || parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_scale(self->engine, i, factor);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_materialise(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_materialise(self->engine, i);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_edited(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_edited(self->engine, i);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_zero(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    ss_error err = {0};
+    ss_code code;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    WITHOUT_GIL(code, ss_engine_zero(self->engine, i, &err));
+    return none_or_raise(code, &err);
+}
+
+/* Calls that take a buffer of parameter indices and cannot fail, or can. */
+static PyObject *engine_drop(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    if (!PyArg_ParseTuple(args, "y*", &params)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        ss_engine_drop(self->engine, params.buf, (int32_t)(params.len / 4));
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&params);
+    return result;
+}
+
+static PyObject *engine_adopt(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    if (!PyArg_ParseTuple(args, "y*", &params)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        ss_engine_adopt(self->engine, params.buf, (int32_t)(params.len / 4));
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&params);
+    return result;
+}
+
+static PyObject *engine_publish(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    if (!PyArg_ParseTuple(args, "y*", &params)) {
+        return NULL;
+    }
+    PyObject *result = NULL;
+    ss_error err = {0};
+    ss_code code;
+    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
+        WITHOUT_GIL(code, ss_engine_publish(self->engine, params.buf, (int32_t)(params.len / 4), &err));
+        result = none_or_raise(code, &err);
+    }
+    PyBuffer_Release(&params);
+    return result;
+}
+
+static PyObject *engine_gather(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_error err = {0};
+    ss_code code;
+    WITHOUT_GIL(code, ss_engine_gather(self->engine, &err));
+    return none_or_raise(code, &err);
+}
+
+static PyObject *engine_reset_masters(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_reset_masters(self->engine);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* One group's options: (lr, beta1, beta2, eps, weight_decay, momentum, dampening, decoupled, amsgrad, nesterov, maximize) */
+static int parse_options(PyObject *tuple, ss_options *o)
+{
+    return PyArg_ParseTuple(tuple, "dddddddpppp", &o->lr, &o->beta1, &o->beta2, &o->eps, &o->weight_decay, &o->momentum,
+                            &o->dampening, &o->decoupled, &o->amsgrad, &o->nesterov, &o->maximize);
+}
+
+PyDoc_STRVAR(update_doc,
+             "update(rule, group, options, steps, states)\n\n"
+             "One fused update. `group`: int32 buffer, each parameter's index into `options` or -1. `options`: list of tuples.\n"
+             "`steps`: address of one float per parameter. `states`: up to three int64 buffers with the address of this rank's\n"
+             "segment of that state, one per bucket.");
+
+static PyObject *engine_update(EngineObject *self, PyObject *args)
+{
+    int rule;
+    Py_buffer group;
+    PyObject *option_list, *states;
+    unsigned long long steps;
+    if (!PyArg_ParseTuple(args, "iy*O!KO!", &rule, &group, &PyList_Type, &option_list, &steps, &PyList_Type, &states)) {
+        return NULL;
+    }
+    Py_buffer views[3];
+    int n_views = 0;
+    PyObject *result = NULL;
+    Py_ssize_t n_options = PyList_GET_SIZE(option_list), n_states = PyList_GET_SIZE(states);
+    ss_options *options = calloc((size_t)n_options + 1, sizeof *options);
+    ss_update update = {.rule = (ss_rule)rule, .group = group.buf, .options = options, .steps = (float *)(uintptr_t)steps};
+    if (options == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    if (check_open(self) < 0) {
+        goto done;
+    }
+    if (group.len != self->n_params * 4 || n_states > 3) {
+        PyErr_SetString(PyExc_ValueError, "update: group needs one index per parameter, states at most three lists");
+        goto done;
+    }
+    for (Py_ssize_t k = 0; k < self->n_params; k++) {
+        if (update.group[k] >= n_options) {
+            PyErr_SetString(PyExc_IndexError, "update: a group index is out of range");
+            goto done;
+        }
+    }
+    for (Py_ssize_t k = 0; k < n_options; k++) {
+        if (!parse_options(PyList_GET_ITEM(option_list, k), &options[k])) {
+            goto done;
+        }
+    }
+    for (; n_views < n_states; n_views++) {
+        if (PyObject_GetBuffer(PyList_GET_ITEM(states, n_views), &views[n_views], PyBUF_SIMPLE) < 0) {
+            goto done;
+        }
+        if (views[n_views].len != ss_engine_layout(self->engine)->n_buckets * (Py_ssize_t)sizeof(float *)) {
+            n_views++;
+            PyErr_SetString(PyExc_ValueError, "update: a state needs one address per bucket");
+            goto done;
+        }
+        update.state[n_views] = views[n_views].buf;
+    }
+    ss_error err = {0};
+    ss_code code;
+    WITHOUT_GIL(code, ss_engine_update(self->engine, &update, &err));
+    result = none_or_raise(code, &err);
+done:
+    while (n_views > 0) {
+        PyBuffer_Release(&views[--n_views]);
+    }
+    PyBuffer_Release(&group);
+    free(options);
+    return result;
+}
+
+static PyObject *engine_stats(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_stats s;
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_stats(self->engine, &s);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:d,s:d,s:d,s:d,s:K,s:K,s:K,s:K,s:K}", "steps", (unsigned long long)s.steps, "closes",
+        (unsigned long long)s.closes, "backwards", (unsigned long long)s.backwards, "launched_early",
+        (unsigned long long)s.launched_early, "launched_at_end", (unsigned long long)s.launched_at_end, "launched_at_close",
+        (unsigned long long)s.launched_at_close, "late_rounds", (unsigned long long)s.late_rounds, "exposed_seconds",
+        s.exposed_seconds, "overlapped_seconds", s.overlapped_seconds, "update_seconds", s.update_seconds, "wait_seconds",
+        s.traffic.wait_seconds, "reduce_scatter_bytes", (unsigned long long)s.traffic.reduce_scatter_bytes,
+        "all_gather_bytes", (unsigned long long)s.traffic.all_gather_bytes, "control_bytes",
+        (unsigned long long)s.traffic.control_bytes, "reduce_scatters", (unsigned long long)s.traffic.reduce_scatters,
+        "all_gathers", (unsigned long long)s.traffic.all_gathers);
+}
+
+static PyObject *engine_memory(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_memory m;
+    Py_BEGIN_ALLOW_THREADS
+    ss_engine_memory(self->engine, &m);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "params", (unsigned long long)m.params, "grads",
+                         (unsigned long long)m.grads, "padding", (unsigned long long)m.padding, "master",
+                         (unsigned long long)m.master, "carry", (unsigned long long)m.carry);
+}
+
+/* [(first parameter, last parameter, parameters, elements used, segment), ...] */
+static PyObject *engine_buckets(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    const ss_layout *layout = ss_engine_layout(self->engine);
+    PyObject *list = PyList_New(layout->n_buckets);
+    for (int32_t b = 0; list != NULL && b < layout->n_buckets; b++) {
+        const ss_bucket_shape *shape = &layout->buckets[b];
+        PyObject *members = PyList_New(shape->n_members);
+        for (int32_t k = 0; members != NULL && k < shape->n_members; k++) {
+            PyList_SET_ITEM(members, k, PyLong_FromLong(layout->members[shape->first_member + k]));
+        }
+        PyObject *item = members != NULL ? Py_BuildValue("{s:N,s:L,s:L,s:i,s:i}", "members", members, "used",
+                                                         (long long)shape->used, "segment", (long long)shape->segment,
+                                                         "param_dtype", shape->param_dtype, "grad_dtype",
+                                                         shape->grad_dtype)
+                                         : NULL;
+        if (item == NULL) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, b, item);
+    }
+    return list;
+}
+
+static PyObject *engine_fail(EngineObject *self, PyObject *text)
+{
+    const char *message = PyUnicode_AsUTF8(text);
+    if (message == NULL || check_open(self) < 0) {
+        return NULL;
+    }
+    ss_engine_fail(self->engine, message);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"close_down", (PyCFunction)engine_close_down, METH_NOARGS, "Removes hooks and frees the transport."},
+    {"place", (PyCFunction)engine_place, METH_VARARGS, "place(indices): collective; puts parameters into new buckets."},
+    {"slot", (PyCFunction)engine_slot, METH_VARARGS, slot_doc},
+    {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(i, bound, slot): hooks parameter i."},
+    {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
+    {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},
+    {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
+    {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
+    {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
+    {"is_closed", (PyCFunction)engine_is_closed, METH_NOARGS, NULL},
+    {"norms", (PyCFunction)engine_norms, METH_O, "norms(order) -> bytearray of doubles, or None before a close."},
+    {"has_gradient", (PyCFunction)engine_has_gradient, METH_O, NULL},
+    {"local", (PyCFunction)engine_local, METH_O, NULL},
+    {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},
+    {"materialise", (PyCFunction)engine_materialise, METH_O, NULL},
+    {"edited", (PyCFunction)engine_edited, METH_O, NULL},
+    {"zero", (PyCFunction)engine_zero, METH_O, NULL},
+    {"drop", (PyCFunction)engine_drop, METH_VARARGS, NULL},
+    {"adopt", (PyCFunction)engine_adopt, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)engine_publish, METH_VARARGS, NULL},
+    {"gather", (PyCFunction)engine_gather, METH_NOARGS, NULL},
+    {"reset_masters", (PyCFunction)engine_reset_masters, METH_NOARGS, NULL},
+    {"update", (PyCFunction)engine_update, METH_VARARGS, update_doc},
+    {"stats", (PyCFunction)engine_stats, METH_NOARGS, NULL},
+    {"memory", (PyCFunction)engine_memory, METH_NOARGS, NULL},
+    {"buckets", (PyCFunction)engine_buckets, METH_NOARGS, NULL},
+    {"fail", (PyCFunction)engine_fail, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *get_sync(EngineObject *self, void *closure)
+{
+    (void)closure;
+    return check_open(self) < 0 ? NULL : PyBool_FromLong(ss_engine_sync(self->engine));
+}
+
+static int set_sync(EngineObject *self, PyObject *value, void *closure)
+{
+    (void)closure;
+    if (check_open(self) < 0) {
+        return -1;
+    }
+    if (value == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "sync cannot be deleted");
+        return -1;
+    }
+    ss_engine_set_sync(self->engine, PyObject_IsTrue(value));
+    return 0;
+}
+
+static PyObject *get_transport(EngineObject *self, void *closure)
+{
+    (void)closure;
+    return check_open(self) < 0 ? NULL : PyUnicode_FromString(ss_engine_transport_name(self->engine));
+}
+
+static PyGetSetDef properties[] = {
+    {"sync", (getter)get_sync, (setter)set_sync, "Does a backward synchronise?", NULL},
+    {"transport", (getter)get_transport, NULL, "The transport's name.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(EngineObject, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, engine_new},         {Py_tp_dealloc, engine_dealloc}, {Py_tp_methods, methods},
+    {Py_tp_getset, properties},      {Py_tp_members, members},
+    {Py_tp_doc, "One wrapped model on one rank."}, {0, NULL},
+};
+
+PyType_Spec ss_engine_type_spec = {
+    .name = "shardstep._C.Engine",
+    .basicsize = sizeof(EngineObject),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

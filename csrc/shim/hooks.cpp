@@ -1,0 +1,391 @@
+// Hooks on AccumulateGrad nodes and the framework calls of the engine. See shim.h.
+//
+// Why nodes' own pre- and post-hooks and not torch's post-accumulate hook: the latter has one slot per tensor (users'), and
+// both run in C++ without the interpreter. Why a pre-hook: before autograd adds in place, it must be known that the memory
+// behind .grad is this rank's to write and holds a value of this round.
+#include <Python.h>
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "shim/shim.h"
+
+namespace ag = torch::autograd;
+using NodePtr = decltype(ag::impl::grad_accumulator(std::declval<const ag::Variable&>()));
+
+namespace {
+
+// Shared with the hooks, which may outlive the shim. `engine` is null before the first and after the last report.
+struct Link {
+    std::atomic<ss_engine*> engine{nullptr};
+    std::atomic<int> last_task{-1};
+    std::mutex lock;
+    std::vector<int> tasks;  // graph tasks whose end is being waited for
+    ss_raise raise = nullptr;
+};
+using LinkPtr = std::shared_ptr<Link>;
+
+[[noreturn]] void throw_python(const Link& link, const ss_error& err)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    link.raise(&err);
+    python_error error;
+    error.persist();
+    PyGILState_Release(gil);
+    throw error;
+}
+
+void end_of_task(const LinkPtr& link, int task)
+{
+    {
+        std::lock_guard<std::mutex> guard(link->lock);
+        auto& tasks = link->tasks;
+        tasks.erase(std::remove(tasks.begin(), tasks.end(), task), tasks.end());
+        link->last_task = -1;
+        if (ag::get_current_node() != nullptr) {
+            return;  // a backward inside another one's node; the outer one's end is the end
+        }
+        tasks.clear();  // tasks that ended in an exception never reported
+    }
+    ss_engine* engine = link->engine;
+    ss_error err = {};
+    if (engine != nullptr && ss_engine_end_backward(engine, &err) != SS_OK) {
+        throw_python(*link, err);
+    }
+}
+
+void queue_end(const LinkPtr& link)
+{
+    int task = ag::get_current_graph_task_id();
+    if (task == -1 || task == link->last_task) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> guard(link->lock);
+        link->last_task = task;
+        if (std::find(link->tasks.begin(), link->tasks.end(), task) != link->tasks.end()) {
+            return;
+        }
+        link->tasks.push_back(task);
+    }
+    ag::Engine::get_default_engine().queue_callback([link, task] { end_of_task(link, task); });
+}
+
+struct Before final : ag::FunctionPreHook {
+    LinkPtr link;
+    int32_t param;
+    Before(LinkPtr l, int32_t p) : link(std::move(l)), param(p) {}
+    ag::variable_list operator()(const ag::variable_list& grads) override
+    {
+        ss_engine* engine = link->engine;
+        ss_error err = {};
+        if (engine != nullptr && !grads.empty() && grads[0].defined()) {
+            queue_end(link);
+            if (ss_engine_before_accumulate(engine, param, &err) != SS_OK) {
+                throw_python(*link, err);
+            }
+        }
+        return grads;
+    }
+};
+
+struct After final : ag::FunctionPostHook {
+    LinkPtr link;
+    int32_t param;
+    After(LinkPtr l, int32_t p) : link(std::move(l)), param(p) {}
+    ag::variable_list operator()(const ag::variable_list& outputs, const ag::variable_list& inputs) override
+    {
+        ss_engine* engine = link->engine;
+        ss_error err = {};
+        if (engine != nullptr && !inputs.empty() && inputs[0].defined() &&
+            ss_engine_after_accumulate(engine, param, &err) != SS_OK) {
+            throw_python(*link, err);
+        }
+        return outputs;
+    }
+};
+
+struct Param {
+    at::Tensor variable;
+    at::Tensor bound, slot;  // undefined until attached
+    NodePtr node;            // keeps our hooks alive: a tensor holds its AccumulateGrad weakly
+    uintptr_t post_hook = 0;
+    const void* data = nullptr;
+    at::ScalarType dtype = at::kFloat;
+};
+
+}  // namespace
+
+struct ss_shim {
+    LinkPtr link;
+    std::vector<Param> params;
+};
+
+namespace {
+
+Param& at_ctx(void* ctx, int32_t i) { return static_cast<ss_shim*>(ctx)->params[i]; }
+
+ss_grad_kind kind(void* ctx, int32_t i)
+{
+    const Param& p = at_ctx(ctx, i);
+    const at::Tensor& grad = p.variable.grad();
+    if (!grad.defined()) {
+        return SS_GRAD_NONE;
+    }
+    return grad.unsafeGetTensorImpl() == p.bound.unsafeGetTensorImpl() ? SS_GRAD_BOUND : SS_GRAD_OTHER;
+}
+
+int wants_place(void* ctx, int32_t i) { return at_ctx(ctx, i).variable.requires_grad(); }
+void bind(void* ctx, int32_t i)
+{
+    Param& p = at_ctx(ctx, i);
+    p.variable.mutable_grad() = p.bound;
+}
+void unbind(void* ctx, int32_t i) { at_ctx(ctx, i).variable.mutable_grad().reset(); }
+void written(void* ctx, int32_t i)
+{
+    at::Tensor& variable = at_ctx(ctx, i).variable;
+    if (!variable.is_inference()) {
+        variable.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
+bool same_memory_order(const at::Tensor& a, const at::Tensor& b)
+{
+    return a.layout() == at::kStrided && a.device() == b.device() && a.scalar_type() == b.scalar_type() &&
+           a.sizes() == b.sizes() && a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
+}
+
+// dst := grad, with dst a plain dense tensor.
+void copy_gradient(at::Tensor dst, const at::Tensor& grad)
+{
+    TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
+    if (same_memory_order(grad, dst) && dst.is_cpu()) {
+        if (grad.data_ptr() != dst.data_ptr()) {
+            std::memcpy(dst.data_ptr(), grad.data_ptr(), dst.nbytes());
+        }
+        return;
+    }
+    at::NoGradGuard no_grad;
+    dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
+}
+
+ss_code guarded(ss_error* err, const std::function<void()>& body)
+{
+    try {
+        body();
+        return SS_OK;
+    } catch (const c10::Error& e) {
+        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s",
+                       e.what_without_backtrace());
+    } catch (const std::exception& e) {
+        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s", e.what());
+    }
+}
+
+ss_code fold(void* ctx, int32_t i, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] { copy_gradient(p.slot, p.variable.grad()); });
+}
+
+ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] {
+        at::Tensor grad = p.variable.grad();
+        if (!same_memory_order(grad, p.slot)) {
+            at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
+            copy_gradient(whole, grad);
+            grad = whole;
+        }
+        size_t size = grad.element_size();
+        std::memcpy(dst, static_cast<const char*>(grad.data_ptr()) + begin * size, numel * size);
+    });
+}
+
+ss_code set_beside(void* ctx, int32_t i, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] {
+        at::Tensor beside = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
+        copy_gradient(beside, p.variable.grad());
+        p.variable.mutable_grad() = beside;
+    });
+}
+
+at::ScalarType scalar_type(ss_dtype dtype)
+{
+    switch (dtype) {
+    case SS_F32: return at::kFloat;
+    case SS_F64: return at::kDouble;
+    case SS_BF16: return at::kBFloat16;
+    case SS_F16: return at::kHalf;
+    }
+    return at::kFloat;
+}
+
+PyObject* over_memory(void* data, ss_dtype dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
+{
+    try {
+        ss_region_retain(region);
+        at::Tensor t = at::from_blob(data, sizes, strides, [region](void*) { ss_region_release(region); },
+                                     at::TensorOptions().dtype(scalar_type(dtype)));
+        return THPVariable_Wrap(t);
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+ss_shim* ss_shim_create(PyObject* params, ss_raise raise)
+{
+    PyObject* list = PySequence_Fast(params, "parameters must be a sequence");
+    if (list == nullptr) {
+        return nullptr;
+    }
+    auto shim = std::make_unique<ss_shim>();
+    shim->link = std::make_shared<Link>();
+    shim->link->raise = raise;
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
+    shim->params.resize(n);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject* item = PySequence_Fast_GET_ITEM(list, i);
+        if (!THPVariable_Check(item)) {
+            PyErr_Format(PyExc_TypeError, "parameter %zd is not a tensor", i);
+            Py_DECREF(list);
+            return nullptr;
+        }
+        shim->params[i].variable = THPVariable_Unpack(item);
+    }
+    Py_DECREF(list);
+    return shim.release();
+}
+
+void ss_shim_set_engine(ss_shim* shim, ss_engine* engine) { shim->link->engine = engine; }
+
+void ss_shim_destroy(ss_shim* shim)
+{
+    if (shim == nullptr) {
+        return;
+    }
+    shim->link->engine = nullptr;
+    for (Param& p : shim->params) {
+        if (p.node) {
+            p.node->del_post_hook(p.post_hook);
+        }
+        if (p.bound.defined() && p.variable.grad().defined() &&
+            p.variable.grad().unsafeGetTensorImpl() == p.bound.unsafeGetTensorImpl()) {
+            p.variable.mutable_grad().reset();
+        }
+    }
+    delete shim;
+}
+
+ss_framework ss_shim_framework(ss_shim* shim)
+{
+    return ss_framework{shim, kind, wants_place, bind, unbind, fold, fold_piece, set_beside, written};
+}
+
+int ss_shim_interrupted(void*)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    int stop = PyErr_CheckSignals() != 0;
+    PyGILState_Release(gil);
+    return stop;
+}
+
+int ss_shim_attach(ss_shim* shim, int32_t i, PyObject* bound, PyObject* slot)
+{
+    Param& p = shim->params[i];
+    try {
+        p.bound = THPVariable_Unpack(bound);
+        p.slot = THPVariable_Unpack(slot);
+        p.data = p.variable.numel() > 0 ? p.variable.data_ptr() : nullptr;
+        p.dtype = p.variable.scalar_type();
+        // A node exists only for tensors that require grad; one frozen on this rank may be unfrozen on another.
+        bool frozen = !p.variable.requires_grad();
+        if (frozen) {
+            p.variable.set_requires_grad(true);
+        }
+        p.node = ag::impl::grad_accumulator(p.variable);
+        if (frozen) {
+            p.variable.set_requires_grad(false);
+        }
+        if (!p.node) {
+            PyErr_SetString(PyExc_RuntimeError, "the parameter is not a leaf of autograd's graph");
+            return -1;
+        }
+        p.node->add_pre_hook(std::make_unique<Before>(shim->link, i));
+        p.post_hook = p.node->add_post_hook(std::make_unique<After>(shim->link, i));
+        return 0;
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return -1;
+    }
+}
+
+int ss_shim_watch(ss_shim* shim, PyObject* tensor)
+{
+    try {
+        const at::Tensor& t = THPVariable_Unpack(tensor);
+        if (t.requires_grad()) {
+            LinkPtr link = shim->link;
+            t.register_hook([link](const at::Tensor&) {
+                if (link->engine != nullptr) {
+                    queue_end(link);
+                }
+            });
+        }
+        return 0;
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return -1;
+    }
+}
+
+int32_t ss_shim_moved(ss_shim* shim, int in_bucket)
+{
+    for (size_t i = 0; i < shim->params.size(); i++) {
+        const Param& p = shim->params[i];
+        if (!p.bound.defined()) {
+            continue;
+        }
+        bool same = p.variable.scalar_type() == p.dtype &&
+                    (!in_bucket || p.variable.numel() == 0 || p.variable.const_data_ptr() == p.data) &&
+                    p.variable.numel() == p.slot.numel();
+        if (!same) {
+            return static_cast<int32_t>(i);
+        }
+    }
+    return -1;
+}
+
+PyObject* ss_shim_tensor(void* data, ss_dtype dtype, const int64_t* sizes, const int64_t* strides, int n_dim,
+                         ss_region* region)
+{
+    return over_memory(data, dtype, at::IntArrayRef(sizes, n_dim), at::IntArrayRef(strides, n_dim), region);
+}
+
+PyObject* ss_shim_tensor_like(void* data, ss_dtype dtype, PyObject* like, ss_region* region)
+{
+    const at::Tensor& t = THPVariable_Unpack(like);
+    return over_memory(data, dtype, t.sizes(), t.strides(), region);
+}
+
+}  // extern "C"

@@ -1,0 +1,58 @@
+/*
+ * The only view of libtorch that the rest of the code has: tensors over foreign memory, hooks on a parameter's
+ * AccumulateGrad node, and the framework calls that the engine asks for. PyObject arguments are tensors; calls that take
+ * them need the interpreter's lock, the ss_framework calls do not.
+ */
+#ifndef SHARDSTEP_SHIM_SHIM_H
+#define SHARDSTEP_SHIM_SHIM_H
+
+#include <Python.h>
+
+#include "core/engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Turns an ss_error into the pending Python exception; the interpreter's lock is held. */
+typedef void (*ss_raise)(const ss_error *err);
+
+/* The hooks and gradients of one model's parameters. */
+typedef struct ss_shim ss_shim;
+
+/* `params` is a sequence of n tensors, kept alive until ss_shim_destroy. NULL with a Python exception on failure. */
+ss_shim *ss_shim_create(PyObject *params, ss_raise raise);
+/* Hooks become inert and parameters are let go; the hooks' memory follows when autograd drops the nodes. */
+void ss_shim_destroy(ss_shim *shim);
+
+/* What the engine asks of the framework; `ctx` is the shim. */
+ss_framework ss_shim_framework(ss_shim *shim);
+int ss_shim_interrupted(void *shim);
+
+/* The hooks start to report to this engine. */
+void ss_shim_set_engine(ss_shim *shim, ss_engine *engine);
+
+/*
+ * From now on `.grad` of the parameter is bound to `bound` (a plain tensor or a guard over the same memory as `slot`), and
+ * its gradients are reported. -1 with a Python exception on failure.
+ */
+int ss_shim_attach(ss_shim *shim, int32_t param, PyObject *bound, PyObject *slot);
+
+/* Queues the end-of-backward report with every backward that reaches this tensor. */
+int ss_shim_watch(ss_shim *shim, PyObject *tensor);
+
+/* The first parameter whose memory or dtype is no longer what it was when attached, or -1. Only parameters that live in
+   buckets (`in_bucket`) are held to their memory. */
+int32_t ss_shim_moved(ss_shim *shim, int in_bucket);
+
+/* A new tensor over `data` with the given sizes and strides (elements), holding a reference to the region. */
+PyObject *ss_shim_tensor(void *data, ss_dtype dtype, const int64_t *sizes, const int64_t *strides, int n_dim,
+                         ss_region *region);
+
+/* The same sizes and strides as `like`. */
+PyObject *ss_shim_tensor_like(void *data, ss_dtype dtype, PyObject *like, ss_region *region);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
