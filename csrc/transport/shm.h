@@ -15,13 +15,21 @@
 extern "C" {
 #endif
 
+typedef enum {
+    SS_SHM_PEERS_READ, /* only its owner writes there */
+    SS_SHM_PEERS_WRITE /* peers write there too: the doorbells, nothing else */
+} ss_shm_access;
+
 typedef struct ss_shm_wire ss_shm_wire;
 typedef struct {
     /* Collective: makes `bytes` of zeroed memory of mine visible to all peers. bases[k] becomes where rank k's memory is
-       seen here (bases[rank] is mine, writable; the others may be read-only but for the control area). */
-    ss_code (*share)(ss_shm_wire *wire, size_t bytes, ss_region **region, void **bases, ss_error *err);
-    /* Is this peer still alive? Never blocks. */
+       seen here: bases[rank] is mine, writable, alive as long as *region is referenced; the others stay until close and
+       may be mapped read-only unless `access` is SS_SHM_PEERS_WRITE. Bases are aligned to a page. */
+    ss_code (*share)(ss_shm_wire *wire, size_t bytes, ss_shm_access access, ss_region **region, void **bases,
+                     ss_error *err);
+    /* Is this peer still there, neither dead nor disconnected? Never blocks. */
     int (*alive)(ss_shm_wire *wire, int rank);
+    /* Drops the mappings of peers' memory and the wire itself. Never blocks. */
     void (*close)(ss_shm_wire *wire);
 } ss_shm_wire_ops;
 
@@ -29,9 +37,26 @@ struct ss_shm_wire {
     const ss_shm_wire_ops *ops;
     int rank, world;
     double timeout;
+    /* Called about every 100 ms while share() waits, unless NULL; a code other than SS_OK ends the wait with it. */
+    ss_code (*waiting)(void *ctx, ss_error *err);
+    void *waiting_ctx;
 };
 
-/* Collective. Connects `world` processes of one host and one user that know the same `nonce`. */
+/*
+ * Writes a line that two processes have in common exactly when ss_shm_wire_open can connect them (same kernel, same
+ * network namespace, same user), so that ranks can compare it through a store they already have before they try.
+ */
+ss_code ss_shm_identity(char *line, size_t size, ss_error *err);
+
+/*
+ * Collective. Connects `world` processes of one host and one user that know the same `nonce` (a short string, unique to
+ * this call, as abstract socket names are global to the host). Ranks should enter together: a rank waits for the others
+ * for 10 seconds, or `timeout` when that is less. Every failure is SS_ERR_TRANSPORT (SS_ERR_USAGE for bad arguments,
+ * SS_ERR_NO_MEMORY) and leaves nothing behind; another transport can then be chosen, on all ranks alike.
+ *
+ * A forked child shares the memory with its parent (it sees live weights, and would change them by writing), but not
+ * the connection: it must not use the transport, except to close it.
+ */
 ss_code ss_shm_wire_open(const char *nonce, int rank, int world, double timeout, ss_shm_wire **wire, ss_error *err);
 
 /* Takes the wire over (also when it fails). */
