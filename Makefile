@@ -9,7 +9,8 @@
 TORCH_PIN = torch==2.13.0
 NPROC ?= 2
 ARGS ?=
-SANITIZE_TESTS ?= tests
+# Tests that build C programs of their own choose their own sanitizers.
+SANITIZE_TESTS ?= tests --ignore-glob='tests/test_*_c.py' --ignore=tests/test_c10d_transport.py
 SOURCES := $(sort $(shell find csrc -name '*.[ch]' -o -name '*.cpp'))
 
 FITTING_TORCH := from importlib.metadata import version; \
@@ -52,9 +53,10 @@ $(INSTALLED): setup.py pyproject.toml $(SOURCES) | $(filter .venv/bin/python,$(P
 
 # The tests of the extension again, with an instrumented build that the environment never sees. The sanitizer's run
 # time has to come before Python; libstdc++ beside it, or exceptions cross it unseen. Importing torch alone leaks.
+# Instrumented code draws warnings that the code as it ships does not deserve.
 sanitize: $(INSTALLED)
 	rm -rf build/sanitize
-	SANITIZE=address $(PYTHON) setup.py --quiet build --build-lib build/sanitize
+	SANITIZE=address SHARDSTEP_WERROR=0 $(PYTHON) setup.py --quiet build --build-lib build/sanitize
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=build/sanitize \
 		$(PYTHON) -m pytest $(SANITIZE_TESTS) $(ARGS)
