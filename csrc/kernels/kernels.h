@@ -31,7 +31,20 @@ typedef struct {
     double step;           /* 1 at the first update */
     int decoupled;         /* 1: AdamW, 0: Adam with L2 regularisation */
     int maximize;
+    int64_t tail;          /* how many of the elements, the last ones, are rounded as torch rounds a parameter's tail:
+                            * ss_adam_tail() for a piece of one parameter; 0 makes the rule the same everywhere */
 } ss_adam_args;
+
+/*
+ * How many of the elements [offset, offset + n) of a parameter with `numel` elements lie in its tail. torch's fused
+ * CPU Adam rounds exp_avg_sq of a parameter's last numel % 8 elements in another order (with AVX2 and AVX-512
+ * alike), so equal bits for every length, however the parameter is cut into pieces, need to know where it ends.
+ */
+static inline int64_t ss_adam_tail(int64_t numel, int64_t offset, int64_t n)
+{
+    int64_t inside = offset + n - (numel - numel % 8);
+    return inside <= 0 ? 0 : inside < n ? inside : n;
+}
 
 /* One fused SGD step over n elements, torch.optim.SGD's rule. */
 typedef struct {
