@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 /* The engine's life, its memory, and what others may ask of it. */
 #include "core/engine.h"
 
@@ -310,7 +311,13 @@ ss_code ss_engine_set_divide_factor(ss_engine *e, double factor, ss_error *err)
     return SS_OK;
 }
 
-int ss_engine_has_gradient(ss_engine *e, int32_t i) { return e->params[i].state == SS_HELD; }
+ss_gradient_state ss_engine_gradient(ss_engine *e, int32_t i)
+{
+    pthread_mutex_lock(&e->lock);
+    uint8_t state = e->params[i].state;
+    pthread_mutex_unlock(&e->lock);
+    return state == SS_NONE ? SS_GRADIENT_NONE : state == SS_HELD ? SS_GRADIENT_HELD : SS_GRADIENT_PENDING;
+}
 
 void ss_engine_scale(ss_engine *e, int32_t i, double factor)
 {

@@ -117,12 +117,18 @@ int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n
 /* Has a rank-local change happened since the last close? When not, a read needs no communication. */
 ss_code ss_engine_is_closed(ss_engine *engine, int *closed, ss_error *err);
 
-/* After a close that wanted it: the order-p norm of each parameter's gradient, NaN-propagating; 0 where there is none. */
-ss_code ss_engine_norms(ss_engine *engine, double order, double *norms, int *valid);
+/* The norm of a parameter's gradient, NaN-propagating, 0 where there is none. Returns 0 when it is not known: close and
+   want it first. */
+int ss_engine_norm(ss_engine *engine, double order, int32_t param, double *norm);
 
 /* ---- Gradients after a close: what the guard does with them ---- */
 
-int ss_engine_has_gradient(ss_engine *engine, int32_t param);           /* held: reduced, and some rank used it */
+typedef enum {
+    SS_GRADIENT_NONE,   /* no rank has one, or it was dropped */
+    SS_GRADIENT_HELD,   /* reduced; my piece is what counts */
+    SS_GRADIENT_PENDING /* there may be one: the window has to be closed first */
+} ss_gradient_state;
+ss_gradient_state ss_engine_gradient(ss_engine *engine, int32_t param);
 void ss_engine_scale(ss_engine *engine, int32_t param, double factor);  /* .grad *= factor, pending */
 void ss_engine_materialise(ss_engine *engine, int32_t param);           /* folds the pending scale into the piece */
 void ss_engine_edited(ss_engine *engine, int32_t param);                /* the piece was written; norms are stale */

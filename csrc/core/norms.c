@@ -134,21 +134,20 @@ ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err)
     return SS_OK;
 }
 
-ss_code ss_engine_norms(ss_engine *e, double order, double *norms, int *valid)
+int ss_engine_norm(ss_engine *e, double order, int32_t i, double *norm)
 {
     pthread_mutex_lock(&e->lock);
-    *valid = e->norms_valid && e->norm_order == order;
-    for (int32_t i = 0; *valid && i < e->layout.n_params; i++) {
-        const ss_param *p = &e->params[i];
+    const ss_param *p = &e->params[i];
+    bool known = e->norms_valid && e->norm_order == order && (p->state == SS_HELD || p->state == SS_NONE);
+    if (known) {
         double root = p->norm_total;
         if (order == 2.0) {
             root = sqrt(root);
         } else if (!isinf(order) && order != 0.0 && order != 1.0) {
             root = pow(root, 1.0 / order);
         }
-        bool held = e->layout.placements[i].bucket >= 0 && p->state == SS_HELD;
-        norms[i] = !held ? 0.0 : order == 0.0 ? root : root * fabs(p->scale);
+        *norm = p->state == SS_NONE ? 0.0 : order == 0.0 ? root : root * fabs(p->scale);
     }
     pthread_mutex_unlock(&e->lock);
-    return SS_OK;
+    return known;
 }

@@ -27,7 +27,8 @@ static void adam(const ss_engine *e, const ss_update *u, int32_t i, float *maste
                          .weight_decay = o->weight_decay,
                          .step = (double)u->steps[i],
                          .decoupled = o->decoupled,
-                         .maximize = o->maximize};
+                         .maximize = o->maximize,
+                         .tail = ss_adam_tail(p->spec.numel, p->piece.in_param, p->piece.numel)};
     e->kernels->adam(&args, p->piece.numel);
 }
 

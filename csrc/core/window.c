@@ -313,6 +313,7 @@ static void bind_phantoms(ss_engine *e)
         if (b >= 0 && p->state == SS_NONE && e->framework.kind(e->framework.ctx, i) == SS_GRAD_NONE) {
             e->framework.bind(e->framework.ctx, i);
             p->state = SS_PHANTOM;
+            e->norms_valid = false;
         }
     }
 }

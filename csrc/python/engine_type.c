@@ -355,32 +355,35 @@ static PyObject *engine_is_closed(EngineObject *self, PyObject *unused)
     return PyBool_FromLong(closed);
 }
 
-static PyObject *engine_norms(EngineObject *self, PyObject *arg)
+static PyObject *engine_norm(EngineObject *self, PyObject *args)
 {
-    double order = PyFloat_AsDouble(arg);
-    if ((order == -1.0 && PyErr_Occurred()) || check_open(self) < 0) {
+    double order, norm = 0.0;
+    PyObject *index;
+    int32_t i;
+    int known;
+    if (!PyArg_ParseTuple(args, "dO", &order, &index) || parse_param(self, index, &i) < 0) {
         return NULL;
     }
-    int valid = 0;
-    PyObject *bytes = PyByteArray_FromStringAndSize(NULL, self->n_params * (Py_ssize_t)sizeof(double));
-    if (bytes == NULL) {
-        return NULL;
-    }
-    double *norms = (double *)PyByteArray_AS_STRING(bytes);
     Py_BEGIN_ALLOW_THREADS
-    ss_engine_norms(self->engine, order, norms, &valid);
+    known = ss_engine_norm(self->engine, order, i, &norm);
     Py_END_ALLOW_THREADS
-    if (!valid) {
-        Py_DECREF(bytes);
+    if (!known) {
         Py_RETURN_NONE;
     }
-    return bytes;
+    return PyFloat_FromDouble(norm);
 }
 
-static PyObject *engine_has_gradient(EngineObject *self, PyObject *index)
+static PyObject *engine_gradient(EngineObject *self, PyObject *index)
 {
     int32_t i;
-    return parse_param(self, index, &i) < 0 ? NULL : PyBool_FromLong(ss_engine_has_gradient(self->engine, i));
+    ss_gradient_state state;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    state = ss_engine_gradient(self->engine, i);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(state);
 }
 
 static PyObject *engine_local(EngineObject *self, PyObject *index)
@@ -683,8 +686,8 @@ static PyMethodDef methods[] = {
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
     {"is_closed", (PyCFunction)engine_is_closed, METH_NOARGS, NULL},
-    {"norms", (PyCFunction)engine_norms, METH_O, "norms(order) -> bytearray of doubles, or None before a close."},
-    {"has_gradient", (PyCFunction)engine_has_gradient, METH_O, NULL},
+    {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
+    {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
     {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},
     {"materialise", (PyCFunction)engine_materialise, METH_O, NULL},

@@ -54,6 +54,19 @@ static PyObject *open_shm(PyObject *module, PyObject *args)
     return wrap_transport(transport, code, &err);
 }
 
+static PyObject *shm_identity(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    char line[512];
+    ss_error err = {0};
+    if (ss_shm_identity(line, sizeof line, &err) != SS_OK) {
+        ss_raise_error(&err);
+        return NULL;
+    }
+    return PyUnicode_FromString(line);
+}
+
 PyDoc_STRVAR(open_c10d_doc,
              "open_c10d(data_group, control_group, rank, world, timeout) -> capsule\n\n"
              "A transport over two torch process groups, given by name: one for buckets, a Gloo one for control messages.");
@@ -86,6 +99,7 @@ static PyObject *kernel_isa(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"open_shm", open_shm, METH_VARARGS, open_shm_doc},
+    {"shm_identity", shm_identity, METH_NOARGS, "A line that is equal for processes which can use open_shm together."},
     {"open_c10d", open_c10d, METH_VARARGS, open_c10d_doc},
     {"kernel_isa", kernel_isa, METH_NOARGS, "The instruction set of the kernels in use."},
     {NULL, NULL, 0, NULL},

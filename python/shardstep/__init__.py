@@ -1,0 +1,51 @@
+"""shardstep: whole replicas, one synchronisation per optimizer step, sharded FP32 master weights and optimizer state."""
+
+import torch
+
+try:
+    from shardstep import _C
+except ImportError as error:
+    raise ImportError(
+        f"shardstep's extension does not load with torch {torch.__version__}: {error}. It works with the torch it was built "
+        "against only; rebuild it: pip install --force-reinstall --no-deps --no-build-isolation shardstep"
+    ) from error
+
+if _C.torch_version != torch.__version__:
+    raise ImportError(
+        f"shardstep was built against torch {_C.torch_version} but this is torch {torch.__version__}; rebuild it: "
+        "pip install --force-reinstall --no-deps --no-build-isolation shardstep"
+    )
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardstep._ddp import DistributedDataParallel
+from shardstep._errors import (
+    AbortedError,
+    Error,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    TransportError,
+    UsageError,
+)
+from shardstep._launch import init
+from shardstep._module import wrap
+from shardstep._optim import ShardedOptimizer, refuse_unattached
+
+register_optimizer_step_pre_hook(refuse_unattached)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "DistributedDataParallel",
+    "Error",
+    "MismatchError",
+    "PeerLostError",
+    "ShardedOptimizer",
+    "TimeoutError",
+    "TransportError",
+    "UsageError",
+    "init",
+    "wrap",
+]

@@ -1,0 +1,439 @@
+"""One wrapped model on one rank: its parameters in flat buckets, its gradients, and the calls that close a window.
+
+The work is done in C (``_C.Engine``); this file puts parameters in, hands guarded gradients out, and speaks in names.
+"""
+
+import array
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardstep import _C
+from shardstep._errors import MismatchError, UsageError
+from shardstep._gradient import ShardedGradient
+from shardstep._groups import Group, open_transport, seconds
+
+AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
+WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
+NONE, HELD, PENDING = range(3)
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+LOW = (torch.bfloat16, torch.float16)
+DEFAULT_BUCKET_MB = 25.0
+
+#: Which engine a parameter belongs to: a parameter can be in one wrap only, and optimizers are checked against it.
+OWNERS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+
+
+def owner_of(parameter: torch.Tensor) -> "Engine | None":
+    reference = OWNERS.get(parameter)
+    engine = reference() if reference is not None else None
+    return engine if engine is not None and not engine.closed else None
+
+
+def indices(values: Iterable[int]) -> array.array:
+    return array.array("i", values)
+
+
+class Engine:
+    """See the module's docstring. All arguments are those of :func:`shardstep.wrap`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        sharded: bool,
+        process_group: "dist.ProcessGroup | None" = None,
+        transport: str = "auto",
+        param_dtype: "torch.dtype | None" = None,
+        bucket_cap_mb: "float | None" = None,
+        accumulate: int = 1,
+        timeout: "float | timedelta" = 600.0,
+        init_sync: bool = True,
+        ignored_params: "Iterable[torch.Tensor] | None" = None,
+        debug: bool = False,
+    ):
+        self.closed = True
+        self.stepping = False  # inside ShardedOptimizer.step
+        self.sharded = sharded
+        self.debug = debug
+        self.param_dtype = param_dtype
+        self.group = Group(process_group)
+        self.settings = dict(
+            process_group=process_group, transport=transport, param_dtype=param_dtype, bucket_cap_mb=bucket_cap_mb,
+            accumulate=accumulate, timeout=timeout, ignored_params=ignored_params, debug=debug,
+        )
+        bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb)
+        if not (isinstance(accumulate, int) and accumulate >= 1):
+            raise UsageError(f"accumulate must be an integer of at least 1, not {accumulate!r}")
+        if param_dtype is not None and param_dtype not in (*LOW, torch.float32):
+            raise UsageError(f"param_dtype must be torch.bfloat16, torch.float16 or torch.float32, not {param_dtype}")
+
+        self._collect(module, ignored_params)
+        self.group.require_equal(self._describe(module, bucket_mb), "models or settings")
+        if init_sync:
+            _broadcast_from_rank_0(module, self.group, self.ignored)
+        self.core = _C.Engine(
+            params=self.params,
+            names=self.names,
+            param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
+            grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
+            transport=open_transport(transport, self.group, seconds(timeout)),
+            bucket_bytes=int(bucket_mb * 2**20),
+            sharded=sharded,
+            accumulate=accumulate,
+        )
+        self.closed = False
+        self.slots: list[dict[str, Any] | None] = [None] * len(self.params)
+        self.guards: list[torch.Tensor | None] = [None] * len(self.params)
+        self._unchecked = True
+        self._buffers_at = 0
+        self._optimizers: list[weakref.ref] = []
+        self._last_totals: dict[str, Any] = {}
+        self._last_step: dict[str, Any] = {}
+        reference = weakref.ref(self)
+        for parameter in self.params:
+            OWNERS[parameter] = reference
+        self._place([i for i, p in enumerate(self.params) if p.requires_grad])
+        if self.param_dtype is not None:
+            for i, parameter in enumerate(self.params):
+                if self.slots[i] is None:
+                    parameter.data = parameter.data.to(param_dtype)
+        self._last_totals = self.core.stats()
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor] | None") -> None:
+        self.ignored = {id(p) for p in ignored or ()}
+        self.names: list[str] = []
+        self.params: list[nn.Parameter] = []
+        meta = []
+        for name, parameter in module.named_parameters():
+            if id(parameter) in self.ignored or parameter.dtype not in DTYPES:
+                if parameter.requires_grad and id(parameter) not in self.ignored:
+                    raise UsageError(
+                        f"parameter {name!r} is {parameter.dtype}, which shardstep cannot train; "
+                        f"supported are {', '.join(str(d) for d in DTYPES)}"
+                    )
+                continue
+            if parameter.device.type == "meta":
+                meta.append(name)
+                continue
+            _check_parameter(name, parameter)
+            if owner_of(parameter) is not None:
+                raise UsageError(
+                    f"parameter {name!r} belongs to a model that is wrapped already; wrap a model once, and submodules "
+                    "that two models share only with one of them (pass them in ignored_params for the other)"
+                )
+            self.names.append(name)
+            self.params.append(parameter)
+        if meta:
+            raise UsageError(
+                f"parameters on the meta device have no values to train: {', '.join(meta[:10])}"
+                f"{' and more' if len(meta) > 10 else ''}; materialise the model (to_empty and an initialisation, or "
+                "load_state_dict(assign=True)) before wrapping it"
+            )
+        _refuse_overlaps(self.names, self.params)
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        #: every place where a module registers one of our parameters, to notice replacements
+        self._registrations = [
+            (submodule._parameters, name, parameter, (prefix + "." if prefix else "") + name)
+            for prefix, submodule in module.named_modules(remove_duplicate=True)
+            for name, parameter in submodule._parameters.items()
+            if parameter is not None and id(parameter) in self.index
+        ]
+
+    def _describe(self, module: nn.Module, bucket_mb: float) -> "list[tuple[str, Any]]":
+        items: list[tuple[str, Any]] = [
+            (name, f"shape {tuple(p.shape)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}")
+            for name, p in zip(self.names, self.params)
+        ]
+        items += [(name, f"buffer of shape {tuple(b.shape)}, {b.dtype}") for name, b in module.named_buffers()]
+        settings = (self.sharded, str(self.param_dtype), bucket_mb, self.settings["accumulate"], self.settings["transport"])
+        items.append(("(sharded, param_dtype, bucket_cap_mb, accumulate, transport)", settings))
+        items.append(("torch and shardstep versions", (torch.__version__, _C.torch_version)))
+        return items
+
+    def _stored_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        if self.param_dtype is None or parameter.dtype == torch.float64:
+            return parameter.dtype
+        return self.param_dtype
+
+    def _place(self, wanted: "list[int]") -> None:
+        """Moves parameters into the flat buckets and hooks their gradients. Collective."""
+        if not wanted:
+            return
+        self.core.place(indices(wanted))
+        reference = weakref.ref(self)
+        for i in wanted:
+            parameter = self.params[i]
+            like = parameter.detach()
+            if not _is_dense(like):
+                like = torch.empty(like.shape, dtype=like.dtype)
+            slot = self.core.slot(i, like)
+            with torch.no_grad():
+                if slot["param"] is not None:
+                    if slot["piece_master"] is not None and slot["param"].dtype in LOW:
+                        flat = _in_memory_order(parameter.detach(), like)
+                        slot["piece_master"].copy_(flat[slot["begin"] : slot["begin"] + slot["numel"]])
+                    slot["param"].copy_(parameter.detach())
+                    parameter.data = slot["param"]
+            if slot["grad"].dtype != parameter.dtype:
+                parameter.grad_dtype = None
+            self.slots[i] = slot
+            bound = ShardedGradient.over(slot["grad"], reference, i) if self.sharded else slot["grad"]
+            self.guards[i] = bound
+            self.core.attach(i, bound, slot["grad"])
+
+    def check(self) -> None:
+        """Raises when a parameter was replaced, cast or moved since it was wrapped."""
+        for owner, key, parameter, name in self._registrations:
+            if owner.get(key) is not parameter:
+                raise UsageError(
+                    f"parameter {name!r} was replaced after wrapping, so its gradients are no longer synchronised; "
+                    "copy into the existing parameter (parameter.data.copy_), or unwrap(), replace it and wrap again"
+                )
+        i = self.core.moved(self.sharded)
+        if i >= 0:
+            parameter = self.params[i]
+            raise UsageError(
+                f"parameter {self.names[i]!r} was cast or moved after wrapping (it is {parameter.dtype} on "
+                f"{parameter.device} now) and has left its bucket; cast and move the model before wrapping it"
+            )
+
+    def check_apply(self, function: Any) -> None:
+        """Raises when ``module._apply(function)``, as ``.to()`` and ``.double()`` call it, would cast or move parameters."""
+        for i, parameter in enumerate(self.params):
+            if self.slots[i] is None:
+                continue
+            probe = parameter.detach().flatten()[:0].clone()
+            after = function(probe)
+            if after.dtype != probe.dtype or after.device != probe.device:
+                raise UsageError(
+                    f"the model is wrapped: it cannot be cast or moved from {probe.dtype} on {probe.device} to "
+                    f"{after.dtype} on {after.device}; do that before wrapping (or pass param_dtype to wrap)"
+                )
+            return
+
+    def index_of(self, parameter: torch.Tensor) -> int:
+        i = self.index.get(id(parameter))
+        if i is None:
+            raise UsageError("this tensor is not a parameter of the wrapped model")
+        return i
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
+        """The arguments of the root's forward, floating-point tensors cast to ``param_dtype``."""
+        if self._unchecked:
+            self.check()
+            self._unchecked = False
+        if self.param_dtype is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(self.param_dtype) if floating else value
+
+        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+
+    def after_forward(self, output: Any) -> None:
+        """A backward from these outputs ends a round even when it reaches none of our parameters directly."""
+        if not torch.is_grad_enabled():
+            return
+        leaves = (output,) if isinstance(output, torch.Tensor) else torch.utils._pytree.tree_leaves(output)
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                self.core.watch(leaf)
+
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Rank 0's buffers become everyone's, at the first forward after a backward that synchronised. Collective."""
+        if self.group.world == 1:
+            return
+        closes = self.core.stats()["closes"]
+        if closes == self._buffers_at:
+            return
+        self._buffers_at = closes
+        buffers = [b.detach() for b in module.buffers() if b.numel() > 0]
+        if buffers:
+            dist._broadcast_coalesced(self.group.process_group, buffers, 32 * 2**20, 0)
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> None:
+        """Closes the round. Communicates; see ``csrc/core/close.c``."""
+        while True:
+            wanted = self.core.close(at, want, order, param)
+            if wanted is None:
+                break
+            self._place(wanted)
+            for optimizer in self.optimizers():
+                optimizer.take_placed(wanted)
+        if self.debug and self.sharded:
+            self._poison()
+
+    def _poison(self) -> None:
+        """What other ranks own is not this rank's to read: with debug=True it is NaN."""
+        for i, slot in enumerate(self.slots):
+            if slot is not None and self.core.gradient(i) == HELD:
+                flat = _flat_view(slot["grad"])
+                flat[: slot["begin"]] = torch.nan
+                flat[slot["begin"] + slot["numel"] :] = torch.nan
+
+    def norm(self, i: int, order: float) -> float:
+        """The global norm of parameter i's gradient. Communicates when the window is not closed yet."""
+        value = self.core.norm(order, i)
+        if value is None:
+            self.close(AT_READ, WANT_NORM, order)
+            value = self.core.norm(order, i)
+        return value
+
+    def ensure_closed(self, i: int) -> bool:
+        """Closes the window if parameter i's gradient is not reduced yet. False when no rank has a gradient of it."""
+        if self.core.gradient(i) == PENDING:
+            self.close(AT_READ)
+        return self.core.gradient(i) == HELD
+
+    def full_grad(self, parameter: torch.Tensor) -> "torch.Tensor | None":
+        i = self.index_of(parameter)
+        if not self.sharded:
+            return parameter.grad
+        if self.slots[i] is None:
+            return None
+        self.close(AT_READ, WANT_FULL, 2.0, i)
+        return self.slots[i]["grad"].clone() if self.core.gradient(i) == HELD else None
+
+    def abort_window(self) -> None:
+        self.close(AT_ABORT)
+        for parameter in self.params:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def drop(self, wanted: "Iterable[int]") -> None:
+        self.core.drop(indices(wanted))
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def optimizers(self) -> "list[Any]":
+        """The sharded optimizers over this model that are still in use."""
+        return [o for reference in self._optimizers if (o := reference()) is not None]
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def note_step(self) -> None:
+        self._unchecked = True
+        now = self.core.stats()
+        self._last_step = {key: now[key] - self._last_totals[key] for key in now}
+        self._last_totals = now
+
+    def stats(self, optimizer_bytes: int = 0) -> "dict[str, Any]":
+        totals = self.core.stats()
+        return {
+            "step": _with_wire(self._last_step),
+            "total": _with_wire(totals),
+            "memory": {**self.core.memory(), "optimizer": optimizer_bytes},
+            "buckets": len(self.core.buckets()),
+            "transport": self.core.transport,
+            "rank": self.group.rank,
+            "world": self.group.world,
+        }
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def close_down(self) -> None:
+        """Removes the hooks and lets the transport go. Parameters keep their values and their memory."""
+        if self.closed:
+            return
+        self.closed = True
+        self.core.close_down()
+        for parameter in self.params:
+            OWNERS.pop(parameter, None)
+
+
+def _with_wire(counters: "dict[str, Any]") -> "dict[str, Any]":
+    if not counters:
+        return {}
+    wire = counters["reduce_scatter_bytes"] + counters["all_gather_bytes"]
+    return {**counters, "wire_bytes": wire}
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UsageError(f"{name} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Do its elements fill a range of memory without gaps or overlaps, in some order of its dimensions?"""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat_view(dense: torch.Tensor) -> torch.Tensor:
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` in the memory order of ``like``, as a flat tensor; a view where possible."""
+    if tensor.numel() == 0:
+        return tensor.reshape(-1)
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+    if parameter.layout != torch.strided:
+        raise UsageError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded")
+    if parameter.device.type != "cpu":
+        raise UsageError(f"parameter {name!r} is on {parameter.device}; this release trains on CPU only")
+    if not parameter.is_leaf:
+        raise UsageError(f"parameter {name!r} is not a leaf of autograd's graph")
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        raise UsageError(f"parameter {name!r} is not initialised (a lazy module): run one forward before wrapping")
+
+
+def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
+    spans = []
+    for name, p in zip(names, params):
+        if p.numel() == 0:
+            continue
+        extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride()))
+        if extent < p.numel():
+            raise UsageError(f"the elements of parameter {name!r} overlap in memory (an expanded tensor); clone it first")
+        spans.append((p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+    spans.sort()
+    for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
+        if begin < end:
+            raise UsageError(
+                f"parameters {first!r} and {second!r} overlap in memory but are not the same Parameter; tie weights by "
+                "assigning one Parameter to both modules"
+            )
+
+
+def _broadcast_from_rank_0(module: nn.Module, group: Group, ignored: "set[int]") -> None:
+    """Parameters and buffers of rank 0 become everyone's, in coalesced chunks, as torch DDP does at construction."""
+    if group.world == 1:
+        return
+    tensors = [p.detach() for p in module.parameters() if id(p) not in ignored] + [b.detach() for b in module.buffers()]
+    tensors = [t for t in tensors if t.numel() > 0]
+    if tensors:
+        dist._broadcast_coalesced(group.process_group, tensors, 32 * 2**20, 0)
+
+
+__all__ = ["Engine", "MismatchError", "owner_of"]

@@ -1,0 +1,283 @@
+"""The gradient that a sharded parameter shows as ``.grad``.
+
+After a close only this rank's piece of it holds the reduced gradient; the rest of the memory is whatever the reduction
+left there. So the tensor is guarded: a subclass with ``__torch_function__`` only, over the same storage. Autograd adds into
+it in C++ without coming here; everything that user code, ``clip_grad_norm_`` or ``GradScaler`` does arrives here and is
+answered globally, done to this rank's piece, or refused with the call to use instead. Dispatch is one dict lookup.
+
+Not seen here, because they bypass ``__torch_function__``: TorchScript, functorch transforms, ``torch.tensor(g)``, dlpack and
+raw pointers. ``wrap(..., debug=True)`` fills what is not this rank's with NaN.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardstep._errors import UsageError
+
+if TYPE_CHECKING:
+    from shardstep._engine import Engine
+
+Tensor = torch.Tensor
+Plain = torch._C.DisableTorchFunctionSubclass
+
+
+class ShardedGradient(torch.Tensor):
+    """A gradient of which this rank holds one piece. See the module's docstring."""
+
+    _engine: "weakref.ref[Engine] | None" = None
+    _index: int = -1
+
+    @staticmethod
+    def over(slot: torch.Tensor, engine: "weakref.ref[Engine]", index: int) -> "ShardedGradient":
+        guard = torch.Tensor._make_subclass(ShardedGradient, slot)
+        guard._engine = engine
+        guard._index = index
+        return guard
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: "dict | None" = None) -> Any:
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return _read(func, args, kwargs or {})
+        return handler(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(f"{_label(self)} cannot be pickled or copied: it is one rank's view; use model.full_grad(parameter)")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __repr__(self, **_: Any) -> str:
+        with Plain():
+            return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, parameter={_label(self)})"
+
+
+def _engine_of(guard: ShardedGradient) -> "Engine":
+    engine = guard._engine() if guard._engine is not None else None
+    if engine is None or engine.closed:
+        raise UsageError("this gradient belongs to a model that is no longer wrapped")
+    return engine
+
+
+def _label(guard: ShardedGradient) -> str:
+    engine = guard._engine() if guard._engine is not None else None
+    return "a gradient" if engine is None else f"the gradient of parameter {engine.names[guard._index]!r}"
+
+
+# -- reads ------------------------------------------------------------------------------------------------------------
+
+
+def _metadata(func: Callable, args: tuple, kwargs: dict) -> Any:
+    with Plain():
+        return func(*args, **kwargs)
+
+
+def _alias(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``g.data``, ``g.detach()``: the same gradient again."""
+    guard = args[0]
+    with Plain():
+        return ShardedGradient.over(guard, guard._engine, guard._index)
+
+
+def _read(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Any other use. Under no_sync this rank's local gradient is the right answer, as in DDP; otherwise there is none."""
+    guards = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedGradient)]
+    name = getattr(func, "__name__", str(func))
+    local = all(not _engine_of(g).core.sync and _engine_of(g).core.local(g._index) for g in guards)
+    in_place = name.endswith("_") and not name.endswith("__")
+    if local and not in_place:
+        plain = {id(g): _engine_of(g).slots[g._index]["grad"] for g in guards}
+        args, kwargs = torch.utils._pytree.tree_map(lambda a: plain.get(id(a), a), (args, kwargs))
+        return func(*args, **kwargs)
+    what = _label(guards[0]) if guards else "a gradient"
+    raise UsageError(
+        f"{name}: {what} is sharded over the ranks, and this call needs all of it. Use model.full_grad(parameter) "
+        "(a collective call), a norm, a clip or an in-place scale; under no_sync() the local gradient can be read"
+    )
+
+
+def _leaves(tree: Any) -> list:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
+    order = 2.0 if order is None or order == "fro" else float(order)
+    value = _engine_of(guard).norm(guard._index, order)
+    with Plain():
+        return torch.tensor(value, dtype=guard.dtype)
+
+
+def _vector_norm(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+    guard, rest = args[0], list(args[1:])
+    if not isinstance(guard, ShardedGradient):
+        return _read(func, args, kwargs)
+    order = rest.pop(0) if rest else kwargs.get("ord", kwargs.get("p", 2))
+    others = [v for v in rest if v not in (None, False)]
+    others += [v for k, v in kwargs.items() if k not in ("ord", "p") and v not in (None, False)]
+    if others:
+        return _read(func, args, kwargs)
+    return _norm_value(guard, order)
+
+
+def _foreach_norm(func: Callable, args: tuple, kwargs: dict) -> "tuple[torch.Tensor, ...]":
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = kwargs.get("dtype")
+    norms = [
+        _norm_value(g, order) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order) for g in args[0]
+    ]
+    return tuple(n if dtype is None else n.to(dtype) for n in norms)
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+
+
+def _scalar(value: Any) -> "float | None":
+    """The value of a Python number or of a 0-dim tensor; None for anything else."""
+    if isinstance(value, ShardedGradient):
+        return None
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.dim() == 0 and not value.is_complex() else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _scale(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``mul_`` and ``div_``. By a scalar they stay pending and are folded into the update."""
+    guard = args[0]
+    factor = _scalar(args[1]) if len(args) == 2 and not kwargs and isinstance(guard, ShardedGradient) else None
+    if factor is None:
+        return _elementwise(func, args, kwargs)
+    engine = _engine_of(guard)
+    if engine.ensure_closed(guard._index):
+        engine.core.scale(guard._index, factor if func in MULTIPLY else _inverse(factor))
+    return guard
+
+
+def _inverse(value: float) -> float:
+    return 1.0 / value if value != 0.0 else float("nan") if value != value else float("inf")
+
+
+def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Any other in-place elementwise operation: done to this rank's piece, with tensor arguments cut likewise."""
+    guard = args[0]
+    if not isinstance(guard, ShardedGradient):
+        return _read(func, args, kwargs)
+    engine = _engine_of(guard)
+    if not engine.ensure_closed(guard._index):
+        return guard
+    slot = engine.slots[guard._index]
+    engine.core.materialise(guard._index)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, ShardedGradient):
+            if value._index != guard._index or not engine.ensure_closed(value._index):
+                return _read(func, (value,), {})
+            return slot["piece_grad"]
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            with Plain():
+                whole = torch.empty_strided(guard.shape, guard.stride(), dtype=value.dtype)
+                whole.copy_(value.detach())
+            return whole.as_strided((whole.numel(),), (1,))[slot["begin"] : slot["begin"] + slot["numel"]]
+        return value
+
+    rest = [cut(a) for a in args[1:]]
+    func(slot["piece_grad"], *rest, **{key: cut(value) for key, value in kwargs.items()})
+    engine.core.edited(guard._index)
+    return guard
+
+
+def _zero(func: Callable, args: tuple, kwargs: dict) -> Any:
+    _engine_of(args[0]).core.zero(args[0]._index)
+    return args[0]
+
+
+def _foreach(one: Callable) -> Callable:
+    """A ``_foreach_*_`` function as a loop over its single-tensor form ``one``."""
+
+    def handler(func: Callable, args: tuple, kwargs: dict) -> None:
+        tensors, rest = args[0], args[1:]
+        for k, tensor in enumerate(tensors):
+            one(tensor, *[a[k] if isinstance(a, (list, tuple)) else a for a in rest], **kwargs)
+
+    return handler
+
+
+def _unscale(func: Callable, args: tuple, kwargs: dict) -> None:
+    """GradScaler's check-and-unscale: ranks agree on ``found_inf``."""
+    tensors, found_inf, inverse_scale = args
+    plain = [t for t in tensors if not isinstance(t, ShardedGradient)]
+    guards = [t for t in tensors if isinstance(t, ShardedGradient)]
+    if plain:
+        func(plain, found_inf, inverse_scale)
+    for guard in guards:
+        engine = _engine_of(guard)
+        norm = engine.norm(guard._index, 2.0)
+        if not (norm - norm == 0.0):
+            found_inf.fill_(1.0)
+    factor = float(inverse_scale)
+    for guard in guards:
+        engine = _engine_of(guard)
+        if engine.ensure_closed(guard._index):
+            engine.core.scale(guard._index, factor)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+HANDLERS: "dict[Any, Callable]" = {}
+
+
+def _register(handler: Callable, functions: "Sequence[Any]") -> None:
+    for function in functions:
+        HANDLERS[function] = handler
+
+
+def _methods(names: str) -> list:
+    return [getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)]
+
+
+def _getters(names: str) -> list:
+    return [getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)]
+
+
+_register(
+    _metadata,
+    _getters(
+        "shape dtype device layout ndim requires_grad grad_fn is_leaf is_sparse is_sparse_csr is_quantized is_nested is_meta "
+        "is_cpu is_cuda is_xpu is_xla is_mps is_mkldnn is_vulkan is_ipu is_hpu is_mtia is_maia itemsize nbytes names name "
+        "retains_grad output_nr _version _base _backward_hooks grad grad_dtype _post_accumulate_grad_hooks"
+    )
+    + _methods(
+        "size dim numel nelement ndimension stride storage_offset is_contiguous element_size data_ptr untyped_storage "
+        "is_floating_point is_complex is_signed get_device is_same_size type __len__ is_conj is_neg is_inference "
+        "_is_view _is_zerotensor is_set_to requires_grad_ detach_ __hash__"
+    )
+    + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad") if hasattr(Tensor, name)]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_conj],
+)
+_register(_alias, [Tensor.data.__get__, Tensor.detach, torch.detach])
+_register(
+    _vector_norm,
+    [torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm, torch.functional.norm],
+)
+_register(_foreach_norm, [torch._foreach_norm])
+MULTIPLY = frozenset(_methods("mul_ multiply_ __imul__"))
+_register(_scale, [*MULTIPLY, *_methods("div_ divide_ true_divide_ __itruediv__ __idiv__")])
+_register(
+    _elementwise,
+    _methods(
+        "add_ sub_ subtract_ __iadd__ __isub__ copy_ clamp_ clip_ clamp_min_ clamp_max_ nan_to_num_ neg_ negative_ abs_ sign_ "
+        "sgn_ square_ sqrt_ rsqrt_ pow_ __ipow__ reciprocal_ tanh_ sigmoid_ exp_ log1p_ round_ floor_ ceil_ trunc_ fill_ "
+        "masked_fill_ addcmul_ addcdiv_ lerp_ where_ copysign_ floor_divide_ remainder_ hypot_"
+    )
+    + [torch.clamp_, torch.clip_, torch.clamp_min_, torch.clamp_max_, torch.nan_to_num_, torch.fill_, torch.abs_,
+       torch.neg_, torch.square_, torch.sqrt_],
+)
+_register(_zero, [Tensor.zero_, torch.zero_])
+_register(_foreach(torch.zero_), [torch._foreach_zero_])
+for _name in ("mul", "div", "add", "sub", "clamp_min", "clamp_max", "neg", "abs", "sqrt", "addcmul", "addcdiv", "lerp"):
+    _function = getattr(torch, f"_foreach_{_name}_", None)
+    if _function is not None:
+        HANDLERS[_function] = _foreach(getattr(Tensor, f"{_name}_"))
+_register(_unscale, [torch._amp_foreach_non_finite_check_and_unscale_])

@@ -1,0 +1,211 @@
+"""``wrap``: a module that is synchronised in place, as FSDP2's ``fully_shard`` does it."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardstep._engine import Engine
+from shardstep._errors import UsageError
+
+ENGINE = "_shardstep_engine"
+
+
+class Synchronised:
+    """What both forms of a wrapped module can do. The engine is in the instance's ``__dict__``, outside of torch's
+    registries, so that it is neither saved nor copied."""
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self.__dict__.get(ENGINE)
+        if engine is None or engine.closed:
+            raise UsageError("this module is not wrapped (any more)")
+        return engine
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards under this context add into the local gradient and communicate nothing."""
+        core = self._engine.core
+        before = core.sync
+        core.sync = False
+        try:
+            yield
+        finally:
+            core.sync = before
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """FSDP2's spelling of :meth:`no_sync`: whether a backward that runs from now on synchronises. A hint."""
+        self._engine.core.sync = bool(requires_gradient_sync)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the window's last: only that one starts to communicate by itself. A hint."""
+        self._engine.core.set_last_backward(bool(is_last_backward))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients are summed over ranks and divided by ``factor`` (default: the world size). Alike on all ranks."""
+        self._engine.core.set_divide_factor(float(factor))
+
+    def full_grad(self, parameter: torch.Tensor) -> "torch.Tensor | None":
+        """The whole averaged gradient of ``parameter`` as a new tensor, or None when no rank used it.
+
+        Collective: closes the window on every rank, and ranks that are elsewhere meet it in their ``step()``."""
+        return self._engine.full_grad(parameter)
+
+    def abort_window(self) -> None:
+        """Drops the gradients of this window on every rank, and settles what is in flight. Collective: call it on all ranks
+        (a rank that waits in its step instead gets an AbortedError, and its window is dropped as well)."""
+        self._engine.abort_window()
+
+    def stats(self) -> "dict[str, Any]":
+        """Counters of the last ``step`` and in ``total``: bytes on the wire, exposed and overlapped seconds, launches;
+        ``memory`` in bytes by kind; ``buckets``; ``transport``."""
+        engine = self._engine
+        return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
+
+
+class WrappedModule(Synchronised):
+    """Mixed into the class of a module wrapped in place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine
+        args, kwargs = engine.before_forward(args, kwargs)
+        output = super().__call__(*args, **kwargs)
+        engine.after_forward(output)
+        return output
+
+    def unwrap(self) -> nn.Module:
+        """Ends the wrap: the module gets its own class back and its parameters are ordinary again. Local."""
+        engine = self._engine
+        engine.close_down()
+        del self.__dict__[ENGINE]
+        object.__setattr__(self, "__class__", _original(type(self)))
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_state_dict(*args, **kwargs)
+        self._engine.check()
+        self._engine.core.reset_masters()
+        return result
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        self._engine.check_apply(fn)
+        return super()._apply(fn, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        return _plain_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(self).__reduce_ex__(protocol)
+
+
+def _original(cls: type) -> type:
+    return cls._shardstep_original
+
+
+def _as_plain(module: nn.Module) -> nn.Module:
+    """The same module under its own class and without the engine; shares every tensor and submodule."""
+    plain = object.__new__(_original(type(module)))
+    plain.__dict__.update({key: value for key, value in module.__dict__.items() if key != ENGINE})
+    return plain
+
+
+def _plain_copy(module: nn.Module, memo: dict) -> nn.Module:
+    import copy
+
+    result = copy.deepcopy(_as_plain(module), memo)
+    memo[id(module)] = result
+    return result
+
+
+_CLASSES: "dict[type, type]" = {}
+
+
+def _wrapped_class(cls: type) -> type:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), {"_shardstep_original": cls, "__doc__": cls.__doc__})
+    return _CLASSES[cls]
+
+
+def wrap(
+    module: nn.Module,
+    optimizer: "Optimizer | None" = None,
+    *,
+    process_group: "dist.ProcessGroup | None" = None,
+    transport: str = "auto",
+    param_dtype: "torch.dtype | None" = None,
+    bucket_cap_mb: "float | None" = None,
+    accumulate: int = 1,
+    elementwise: bool = False,
+    timeout: "float | timedelta" = 600.0,
+    init_sync: bool = True,
+    ignored_params: "Iterable[torch.Tensor] | None" = None,
+    debug: bool = False,
+) -> Any:
+    """Synchronises ``module`` over the ranks, in place, and shards ``optimizer``. Collective.
+
+    The same module object comes back under a generated subclass of its class: ``isinstance`` holds, parameter names do not
+    change, and every method that runs a backward is synchronised. Gradients accumulate locally; once per optimizer step they
+    are reduce-scattered, each rank updates its 1/W of the FP32 master weights and optimizer state, and the parameters are
+    all-gathered.
+
+    Args:
+        module: a model on this rank's device, equal on all ranks in structure.
+        optimizer: a torch optimizer over its parameters, fresh or warm; or None, and
+            ``ShardedOptimizer(optimizer, module)`` later.
+        process_group: the ranks that train this model; the default group, or this process alone where none exists.
+        transport: ``"shm"`` (ranks on one host), ``"c10d"`` (the process group), or ``"auto"``.
+        param_dtype: ``torch.bfloat16`` or ``torch.float16``: parameters and floating-point inputs are cast to it, master
+            weights are taken from the values before the cast and kept in FP32, gradients accumulate in FP32.
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        accumulate: with K > 1 only every K-th backward of a window synchronises by itself.
+        elementwise: see :class:`shardstep.ShardedOptimizer`.
+        timeout: seconds (or a timedelta) after which a wait for a peer raises :class:`shardstep.TimeoutError`.
+        init_sync: compare the models and broadcast rank 0's parameters and buffers first.
+        ignored_params: parameters that are left alone entirely.
+        debug: fill what this rank does not own of reduced gradients with NaN.
+
+    Returns:
+        ``(module, ShardedOptimizer)``, or ``module`` alone when no optimizer was given.
+
+    Raises:
+        UsageError: a parameter or an option cannot be used, by name.
+        MismatchError: ranks have different models or options; on every rank alike.
+    """
+    from shardstep._optim import ShardedOptimizer, _refuse
+
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"wrap() takes a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(module, Synchronised):
+        raise UsageError("this module is wrapped already")
+    if optimizer is not None:
+        _refuse(optimizer, elementwise)
+    engine = Engine(
+        module, sharded=True, process_group=process_group, transport=transport, param_dtype=param_dtype,
+        bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, init_sync=init_sync,
+        ignored_params=ignored_params, debug=debug,
+    )
+    module.__dict__[ENGINE] = engine
+    object.__setattr__(module, "__class__", _wrapped_class(type(module)))
+    if optimizer is None:
+        return module
+    try:
+        return module, ShardedOptimizer(optimizer, module, elementwise=elementwise)
+    except BaseException:
+        module.unwrap()
+        raise
+
+
+def sharded_engine_of(module: nn.Module) -> Engine:
+    """The engine that shards a wrapped module's gradients; turns the class form from replicated to sharded."""
+    if not isinstance(module, Synchronised):
+        raise UsageError(
+            f"{type(module).__name__} is not wrapped: ShardedOptimizer takes a module that went through shardstep.wrap() or "
+            "a shardstep.DistributedDataParallel"
+        )
+    engine = module._engine
+    return engine if engine.sharded else module._become_sharded()
