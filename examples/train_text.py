@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks to start, when not under torchrun")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches per step and rank")
     parser.add_argument("--batch", type=int, default=4, help="windows of text per micro-batch")
     parser.add_argument("--context", type=int, default=128, help="bytes per window")
