@@ -1,0 +1,1029 @@
+// The c10d transport (csrc/transport/c10d.h says what it does and promises).
+//
+// Order of this file: small helpers; watching peers; the transport's state; posting, finishing and waiting; the vtable.
+
+#include "transport/c10d.h"
+
+#include <cxxabi.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+extern "C" {
+#include "kernels/kernels.h"
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+constexpr auto kInterruptEvery = milliseconds(100);
+constexpr auto kPeersEvery = milliseconds(50);
+constexpr auto kStoreEvery = milliseconds(250);
+constexpr auto kGrace = milliseconds(400); // what a dying peer sent may still be in my socket
+constexpr auto kDiagnose = milliseconds(1000);
+constexpr auto kSleepMin = microseconds(20);
+constexpr auto kSleepMax = microseconds(500);
+constexpr size_t kScratchLimit = size_t{64} << 20;
+constexpr int64_t kBlock = 8192; // elements finished before `reduced` is told: in L2 with every source
+constexpr int kScatterWorld = 4;
+
+// ---------------------------------------------------------------------------------------------- small helpers
+
+// An error on its way out of this file; only `guarded` turns it into an ss_code.
+struct Failure {
+    ss_code code;
+    int rank;
+    std::string text;
+};
+
+// Collectives of ours are no business of Python dispatch modes that are active in the thread (and would take the GIL).
+struct OutsideDispatchModes {
+    c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKeySet(c10::DispatchKey::Python) |
+                                             c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot) |
+                                             c10::autograd_dispatch_keyset | c10::DispatchKeySet(
+                                                 c10::DispatchKey::ADInplaceOrView)};
+};
+
+std::string describe_current_exception()
+{
+    try {
+        throw;
+    } catch (const c10::Error &e) {
+        return e.what_without_backtrace();
+    } catch (const std::exception &e) {
+        return e.what();
+    } catch (...) {
+        return "an exception of unknown type";
+    }
+}
+
+// Gloo's headers do not come with torch, so its exceptions are told apart by name.
+std::string current_exception_type()
+{
+    const std::type_info *type = abi::__cxa_current_exception_type();
+    int status = 0;
+    char *name = type == nullptr ? nullptr : abi::__cxa_demangle(type->name(), nullptr, nullptr, &status);
+    std::string result = name == nullptr ? "" : name;
+    std::free(name);
+    return result;
+}
+
+at::ScalarType scalar_type(ss_dtype dtype) { return dtype == SS_F64 ? at::kDouble : at::kFloat; }
+
+// A tensor over `elements` at `data` that keeps `owner` (copied) alive.
+template <class Owner>
+at::Tensor view(void *data, int64_t elements, at::ScalarType type, Owner owner)
+{
+    return at::from_blob(data, {elements}, [owner](void *) {}, at::TensorOptions().dtype(type));
+}
+
+struct RegionRef {
+    explicit RegionRef(ss_region *region) : region(region) { ss_region_retain(region); }
+    RegionRef(const RegionRef &other) : region(other.region) { ss_region_retain(region); }
+    RegionRef &operator=(const RegionRef &) = delete;
+    ~RegionRef() { ss_region_release(region); }
+    ss_region *region;
+};
+
+void destroy_region(ss_region *region)
+{
+    munmap(region->base, region->bytes);
+    delete region;
+}
+
+ss_region *new_region(size_t bytes)
+{
+    auto region = std::make_unique<ss_region>();
+    region->bytes = bytes;
+    region->base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (region->base == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    region->references = 1;
+    region->destroy = destroy_region;
+    return region.release();
+}
+
+// torch 2.13 renamed the flat reduce-scatter and deprecated the old name.
+template <class G>
+c10::intrusive_ptr<c10d::Work> flat_reduce_scatter(G &group, at::Tensor &output, at::Tensor &input)
+{
+    if constexpr (requires { group.reduce_scatter_single(output, input); }) {
+        return group.reduce_scatter_single(output, input);
+    } else {
+        return group._reduce_scatter_base(output, input);
+    }
+}
+
+// One collective that was posted.
+class Pending {
+  public:
+    explicit Pending(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work))
+    {
+        if (!work_) {
+            throw Failure{SS_ERR_TRANSPORT, -1, "the process group returned no work for an asynchronous collective"};
+        }
+        try { // a Work from Python answers isCompleted() only through its future
+            future_ = work_->getFuture();
+        } catch (const std::exception &) {
+            future_ = nullptr; // backends without futures have a working isCompleted()
+        }
+    }
+
+    // Throws what the collective threw.
+    bool done()
+    {
+        if (future_) {
+            if (!future_->completed()) {
+                return false;
+            }
+            if (future_->hasError()) {
+                std::rethrow_exception(future_->exception_ptr());
+            }
+        } else {
+            if (!work_->isCompleted()) {
+                return false;
+            }
+            if (!work_->isSuccess()) {
+                std::rethrow_exception(work_->exception());
+            }
+        }
+        return true;
+    }
+
+  private:
+    c10::intrusive_ptr<c10d::Work> work_;
+    c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+bool all_done(std::vector<Pending> &works)
+{
+    return std::all_of(works.begin(), works.end(), [](Pending &work) { return work.done(); });
+}
+
+// ---------------------------------------------------------------------------------------------- watching peers
+
+uint64_t fnv1a(const std::string &text)
+{
+    uint64_t hash = 14695981039346656037u;
+    for (unsigned char c : text) {
+        hash = (hash ^ c) * 1099511628211u;
+    }
+    return hash;
+}
+
+// Field 22 of /proc/<pid>/stat: with the pid it names a process for good.
+uint64_t start_time(int64_t pid)
+{
+    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+    std::string line;
+    std::getline(file, line);
+    size_t after_name = line.rfind(')'); // the name may hold spaces
+    unsigned long long ticks = 0;
+    if (after_name == std::string::npos ||
+        std::sscanf(line.c_str() + after_name + 1,
+                    " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &ticks) != 1) {
+        return 0;
+    }
+    return ticks;
+}
+
+// What every rank tells the others when a transport is opened.
+struct Identity {
+    uint64_t nonce;       // rank 0's names this transport among all that ever used the store
+    uint64_t host;        // equal where pids mean the same: boot id and pid namespace
+    int64_t pid;
+    uint64_t started;
+    uint64_t backend;     // of the data group
+
+    static Identity mine(const std::string &backend)
+    {
+        Identity id{};
+        if (getrandom(&id.nonce, sizeof id.nonce, 0) != static_cast<ssize_t>(sizeof id.nonce)) {
+            id.nonce = static_cast<uint64_t>(Clock::now().time_since_epoch().count()) ^ static_cast<uint64_t>(getpid());
+        }
+        std::string boot;
+        std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+        char space[64] = "";
+        ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space - 1);
+        id.host = fnv1a(boot + (length > 0 ? std::string(space, static_cast<size_t>(length)) : ""));
+        id.pid = getpid();
+        id.started = start_time(id.pid);
+        id.backend = fnv1a(backend);
+        return id;
+    }
+};
+
+class Peers {
+  public:
+    Peers(const std::vector<Identity> &ids, int rank)
+    {
+        for (int k = 0; k < static_cast<int>(ids.size()); ++k) {
+            const Identity &peer = ids[k], &me = ids[rank];
+            if (peer.host != me.host) {
+                one_host_ = false;
+            } else if (peer.pid != me.pid) {
+                int fd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0));
+                if (fd >= 0 && start_time(peer.pid) != peer.started) { // gone, and its pid already somebody else's
+                    close(fd);
+                } else if (fd >= 0) {
+                    fds_.push_back({fd, POLLIN, 0});
+                    ranks_.push_back(k);
+                }
+            }
+        }
+    }
+    ~Peers()
+    {
+        for (const pollfd &p : fds_) {
+            close(p.fd);
+        }
+    }
+    Peers(const Peers &) = delete;
+    Peers &operator=(const Peers &) = delete;
+
+    bool one_host() const { return one_host_; }
+
+    // A rank on this host whose process has ended, or -1.
+    int dead()
+    {
+        if (!fds_.empty() && poll(fds_.data(), fds_.size(), 0) > 0) {
+            for (size_t i = 0; i < fds_.size(); ++i) {
+                if (fds_[i].revents != 0) {
+                    return ranks_[i];
+                }
+            }
+        }
+        return -1;
+    }
+
+  private:
+    std::vector<pollfd> fds_;
+    std::vector<int> ranks_;
+    bool one_host_ = true;
+};
+
+// The key through which one rank tells the others that all is over. "A<rank> <message>": that rank called fail();
+// "L<rank> <message>": that rank (or -1) was found lost.
+class Notices {
+  public:
+    Notices(const c10::intrusive_ptr<c10d::Store> &store, uint64_t nonce)
+    {
+        char key[48];
+        std::snprintf(key, sizeof key, "shardstep/fail/%016llx", static_cast<unsigned long long>(nonce));
+        key_ = key;
+        try {
+            // A connection of our own: another thread's blocking get() would hold the shared one for minutes.
+            store_ = store ? store->clone() : nullptr;
+            if (store_) {
+                store_->check({key_});
+            }
+        } catch (const std::exception &) {
+            store_ = nullptr; // a store that cannot be asked: backend errors, pidfds and timeouts are left
+        }
+    }
+
+    // Throws the failure that some rank published. False when the store itself is gone.
+    bool look()
+    {
+        if (!store_) {
+            return !lost_;
+        }
+        std::string text;
+        try {
+            if (!store_->check({key_})) {
+                return true;
+            }
+            std::vector<uint8_t> raw = store_->get(key_);
+            text.assign(raw.begin(), raw.end());
+        } catch (const std::exception &) {
+            store_ = nullptr;
+            lost_ = true;
+            return false;
+        }
+        int rank = -1, length = 0;
+        char kind = 'A';
+        std::sscanf(text.c_str(), "%c%d %n", &kind, &rank, &length);
+        throw Failure{kind == 'L' ? SS_ERR_PEER_LOST : SS_ERR_ABORTED, rank, text.substr(length)};
+    }
+
+    void publish(char kind, int rank, const std::string &message) noexcept
+    {
+        try {
+            if (store_) {
+                std::string text = kind + std::to_string(rank) + " " + message;
+                if (kind == 'A') {
+                    store_->set(key_, text); // a send that awaits no answer
+                } else {
+                    store_->compareSet(key_, "", text); // never over somebody's fail(): that is the cause
+                }
+            }
+        } catch (...) {
+            store_ = nullptr;
+        }
+    }
+
+  private:
+    c10::intrusive_ptr<c10d::Store> store_;
+    std::string key_;
+    bool lost_ = false;
+};
+
+// ---------------------------------------------------------------------------------------------- state
+
+enum class Method { kScatter, kAllReduce, kReduceScatter };
+enum class Phase { kIdle, kQueued, kPosted, kDone };
+
+struct Bucket {
+    ss_bucket_spec spec;
+    ss_region *region; // a reference of the transport's
+    Phase reduce = Phase::kIdle;
+    Phase gather[2] = {Phase::kIdle, Phase::kIdle};
+};
+
+struct Task {
+    int bucket;
+    std::optional<ss_plane> gather; // empty: reduce
+    std::vector<Pending> works;
+    at::Tensor scratch; // bytes
+};
+
+struct Transport {
+    ss_transport base{}; // first: the C side holds a pointer to it
+    Group data, control;
+    Method method = Method::kReduceScatter;
+    const ss_kernels *kernels = ss_kernels_get(nullptr);
+    std::unique_ptr<Peers> peers;
+    std::unique_ptr<Notices> notices;
+    std::vector<Bucket> buckets;
+    std::deque<Task> queued, posted;
+    std::vector<Pending> exchanges; // those that a timeout or an interrupt left behind
+    std::vector<at::Tensor> spare;  // scratch for reuse
+    size_t scratch_bytes = 0;       // of posted tasks
+    std::optional<ss_error> failed;
+};
+
+static_assert(std::is_standard_layout_v<ss_transport>);
+
+Transport *self(ss_transport *t) { return reinterpret_cast<Transport *>(t); }
+
+std::string bucket_name(int bucket) { return bucket < 0 ? "" : " of bucket " + std::to_string(bucket); }
+
+// Ends the transport: it only repeats this error from now on.
+[[noreturn]] void fail_for_good(Transport *t, const Failure &failure, const char *phase, int bucket)
+{
+    ss_error error{};
+    ss_fail_at(&error, failure.code, failure.rank, bucket, "c10d, rank %d, %s%s: %s", t->base.rank, phase,
+               bucket_name(bucket).c_str(), failure.text.c_str());
+    t->failed = error;
+    if (failure.code == SS_ERR_PEER_LOST && t->notices) {
+        t->notices->publish('L', failure.rank, failure.text);
+    }
+    throw error;
+}
+
+// Called in a catch block with what a collective threw. Finds out why: a peer's notice and a dead process explain it
+// better than the backend's words, and may come a moment later.
+[[noreturn]] void explain(Transport *t, const char *phase, int bucket)
+{
+    std::string type = current_exception_type(), text = describe_current_exception();
+    bool timeout = type == "gloo::TimeoutException";
+    bool connection = type == "gloo::IoException";
+    try {
+        auto end = Clock::now() + (timeout ? milliseconds(0) : kDiagnose);
+        while (t->notices && t->peers) {
+            t->notices->look();
+            int dead = t->peers->dead();
+            if (dead >= 0) {
+                throw Failure{SS_ERR_PEER_LOST, dead, "the process of rank " + std::to_string(dead) + " has ended"};
+            }
+            if (Clock::now() >= end) {
+                break;
+            }
+            std::this_thread::sleep_for(milliseconds(20));
+        }
+    } catch (const Failure &failure) {
+        fail_for_good(t, failure, phase, bucket);
+    }
+    if (timeout) {
+        fail_for_good(t, {SS_ERR_TIMEOUT, -1, "the process group's own timeout passed: " + text}, phase, bucket);
+    }
+    if (connection) {
+        fail_for_good(t, {SS_ERR_PEER_LOST, -1, "the connection to a peer broke, which one is unknown: " + text}, phase,
+                      bucket);
+    }
+    fail_for_good(t, {SS_ERR_TRANSPORT, -1, "the process group failed: " + text}, phase, bucket);
+}
+
+// Runs a vtable function's body; no C++ exception leaves this file.
+template <class Body>
+ss_code guarded(ss_transport *base, const char *phase, int bucket, ss_error *err, Body body) noexcept
+{
+    Transport *t = self(base);
+    ss_error error{};
+    try {
+        if (t->failed) {
+            throw *t->failed;
+        }
+        body(t);
+        return SS_OK;
+    } catch (const ss_error &known) {
+        error = known;
+    } catch (const Failure &failure) {
+        ss_fail_at(&error, failure.code, failure.rank, bucket, "c10d, rank %d, %s%s: %s", base->rank, phase,
+                   bucket_name(bucket).c_str(), failure.text.c_str());
+    } catch (const std::bad_alloc &) {
+        ss_fail_at(&error, SS_ERR_NO_MEMORY, -1, bucket, "c10d, rank %d, %s%s: out of memory", base->rank, phase,
+                   bucket_name(bucket).c_str());
+    } catch (...) {
+        ss_fail_at(&error, SS_ERR_TRANSPORT, -1, bucket, "c10d, rank %d, %s%s: %s", base->rank, phase,
+                   bucket_name(bucket).c_str(), describe_current_exception().c_str());
+    }
+    if (err != nullptr) {
+        *err = error;
+    }
+    return error.code;
+}
+
+Bucket &at(Transport *t, int bucket)
+{
+    if (bucket < 0 || static_cast<size_t>(bucket) >= t->buckets.size()) {
+        throw Failure{SS_ERR_USAGE, -1, "there are only " + std::to_string(t->buckets.size()) + " buckets"};
+    }
+    return t->buckets[static_cast<size_t>(bucket)];
+}
+
+char *plane_base(const Bucket &b, ss_plane plane)
+{
+    return static_cast<char *>(b.region->base) + (plane == SS_PLANE_GRAD ? b.spec.grad_offset : b.spec.param_offset);
+}
+
+size_t segment_bytes(const Bucket &b, ss_plane plane)
+{
+    return static_cast<size_t>(b.spec.segment) *
+           ss_dtype_size(plane == SS_PLANE_GRAD ? b.spec.grad_dtype : b.spec.param_dtype);
+}
+
+// ---------------------------------------------------------------------------------------------- post and finish
+
+size_t scratch_needed(const Transport *t, const Task &task)
+{
+    if (task.gather || t->method == Method::kAllReduce || t->base.world == 1) {
+        return 0;
+    }
+    size_t segment = segment_bytes(t->buckets[static_cast<size_t>(task.bucket)], SS_PLANE_GRAD);
+    return t->method == Method::kScatter ? segment * static_cast<size_t>(t->base.world - 1) : segment;
+}
+
+at::Tensor take_scratch(Transport *t, size_t bytes)
+{
+    for (auto it = t->spare.begin(); it != t->spare.end(); ++it) {
+        if (it->nbytes() == bytes) {
+            at::Tensor found = *it;
+            t->spare.erase(it);
+            return found;
+        }
+    }
+    t->spare.clear(); // of other sizes
+    return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+}
+
+void post_reduce(Transport *t, Task &task)
+{
+    const Bucket &b = t->buckets[static_cast<size_t>(task.bucket)];
+    const int rank = t->base.rank, world = t->base.world;
+    const size_t bytes = segment_bytes(b, SS_PLANE_GRAD);
+    const auto type = scalar_type(b.spec.grad_dtype);
+    char *grad = plane_base(b, SS_PLANE_GRAD);
+    const RegionRef region(b.region);
+
+    if (t->method == Method::kScatter) {
+        std::vector<at::Tensor> segments;
+        for (int k = 0; k < world; ++k) {
+            segments.push_back(view(grad + static_cast<size_t>(k) * bytes, b.spec.segment, type, region));
+        }
+        char *slot = static_cast<char *>(task.scratch.data_ptr());
+        for (int root = 0; root < world; ++root) {
+            c10d::ScatterOptions options;
+            options.rootRank = root;
+            std::vector<std::vector<at::Tensor>> inputs;
+            std::vector<at::Tensor> outputs;
+            if (root == rank) {
+                inputs.push_back(segments);
+                outputs.push_back(segments[static_cast<size_t>(rank)]);
+            } else {
+                outputs.push_back(view(slot, b.spec.segment, type, task.scratch));
+                slot += bytes;
+            }
+            task.works.emplace_back(t->data->scatter(outputs, inputs, options));
+        }
+        return;
+    }
+    at::Tensor whole = view(grad, b.spec.segment * world, type, region);
+    if (t->method == Method::kAllReduce) {
+        std::vector<at::Tensor> tensors{whole};
+        task.works.emplace_back(t->data->allreduce(tensors));
+    } else {
+        at::Tensor output = view(task.scratch.data_ptr(), b.spec.segment, type, task.scratch);
+        task.works.emplace_back(flat_reduce_scatter(*t->data, output, whole));
+    }
+}
+
+void post_gather(Transport *t, Task &task)
+{
+    const Bucket &b = t->buckets[static_cast<size_t>(task.bucket)];
+    const size_t bytes = segment_bytes(b, *task.gather);
+    char *data = plane_base(b, *task.gather);
+    for (int root = 0; root < t->base.world; ++root) {
+        c10d::BroadcastOptions options;
+        options.rootRank = root;
+        // As bytes: every backend has them, not every backend has bf16.
+        std::vector<at::Tensor> tensors{view(data + static_cast<size_t>(root) * bytes, static_cast<int64_t>(bytes),
+                                             at::kByte, RegionRef(b.region))};
+        task.works.emplace_back(t->data->broadcast(tensors, options));
+    }
+}
+
+// Posts queued tasks, first in first out, as far as scratch memory goes.
+void post(Transport *t)
+{
+    OutsideDispatchModes guard;
+    while (!t->queued.empty()) {
+        Task &next = t->queued.front();
+        size_t bytes = scratch_needed(t, next);
+        if (bytes > 0 && t->scratch_bytes > 0 && t->scratch_bytes + bytes > kScratchLimit) {
+            return;
+        }
+        if (bytes > 0) {
+            next.scratch = take_scratch(t, bytes);
+        }
+        t->scratch_bytes += bytes;
+        t->posted.push_back(std::move(next));
+        t->queued.pop_front();
+        Task &task = t->posted.back();
+        Bucket &b = t->buckets[static_cast<size_t>(task.bucket)];
+        try {
+            if (t->base.world == 1) {
+                // no works: done when next looked at
+            } else if (task.gather) {
+                post_gather(t, task);
+            } else {
+                post_reduce(t, task);
+            }
+        } catch (...) {
+            explain(t, task.gather ? "all-gather" : "reduce-scatter", task.bucket);
+        }
+        (task.gather ? b.gather[*task.gather] : b.reduce) = Phase::kPosted;
+    }
+}
+
+// All collectives of a reduce are done: what remains is local.
+void finish_reduce(Transport *t, Task &task)
+{
+    Bucket &b = t->buckets[static_cast<size_t>(task.bucket)];
+    const size_t bytes = segment_bytes(b, SS_PLANE_GRAD), element = ss_dtype_size(b.spec.grad_dtype);
+    char *own = plane_base(b, SS_PLANE_GRAD) + static_cast<size_t>(t->base.rank) * bytes;
+    char *scratch = task.scratch.defined() ? static_cast<char *>(task.scratch.data_ptr()) : nullptr;
+    const int world = t->base.world, rank = t->base.rank;
+    std::vector<const float *> f32(static_cast<size_t>(world));
+    std::vector<const double *> f64(static_cast<size_t>(world));
+    for (int64_t begin = 0; begin < b.spec.segment; begin += kBlock) {
+        const int64_t end = std::min(begin + kBlock, b.spec.segment);
+        const size_t offset = static_cast<size_t>(begin) * element;
+        if (world > 1 && t->method == Method::kScatter) {
+            for (int k = 0, slot = 0; k < world; ++k) {
+                const char *from = (k == rank ? own : scratch + bytes * static_cast<size_t>(slot++)) + offset;
+                f32[static_cast<size_t>(k)] = reinterpret_cast<const float *>(from);
+                f64[static_cast<size_t>(k)] = reinterpret_cast<const double *>(from);
+            }
+            if (b.spec.grad_dtype == SS_F64) {
+                t->kernels->reduce_f64(reinterpret_cast<double *>(own + offset), f64.data(), world, end - begin);
+            } else {
+                t->kernels->reduce_f32(reinterpret_cast<float *>(own + offset), f32.data(), world, end - begin);
+            }
+        } else if (world > 1 && t->method == Method::kReduceScatter) {
+            std::memcpy(own + offset, scratch + offset, static_cast<size_t>(end - begin) * element);
+        }
+        if (t->base.callbacks.reduced != nullptr) {
+            t->base.callbacks.reduced(t->base.callbacks.ctx, task.bucket, begin, end);
+        }
+    }
+    const uint64_t once = bytes * static_cast<uint64_t>(t->base.world - 1);
+    t->base.traffic.reduce_scatter_bytes += t->method == Method::kAllReduce ? 2 * once : once;
+    t->base.traffic.reduce_scatters += 1;
+    b.reduce = Phase::kDone;
+}
+
+// Finishes what has arrived and posts what waited for its scratch. Never waits.
+void progress(Transport *t)
+{
+    for (auto task = t->posted.begin(); task != t->posted.end();) {
+        const char *phase = task->gather ? "all-gather" : "reduce-scatter";
+        bool arrived = false;
+        try {
+            arrived = all_done(task->works);
+        } catch (...) {
+            explain(t, phase, task->bucket);
+        }
+        if (!arrived) {
+            ++task;
+            continue;
+        }
+        if (task->gather) {
+            Bucket &b = t->buckets[static_cast<size_t>(task->bucket)];
+            b.gather[*task->gather] = Phase::kDone;
+            t->base.traffic.all_gather_bytes +=
+                segment_bytes(b, *task->gather) * static_cast<uint64_t>(t->base.world - 1);
+            t->base.traffic.all_gathers += 1;
+        } else {
+            finish_reduce(t, *task);
+        }
+        if (task->scratch.defined()) {
+            t->scratch_bytes -= task->scratch.nbytes();
+            t->spare.push_back(std::move(task->scratch));
+        }
+        task = t->posted.erase(task);
+    }
+    post(t);
+}
+
+// Waits until `ready()`, making progress meanwhile. Work::wait with a timeout would do for Gloo, but for other backends
+// it may end the work, so completion is polled.
+template <class Ready>
+void wait(Transport *t, const char *phase, int bucket, Ready ready)
+{
+    progress(t);
+    if (ready()) {
+        return;
+    }
+    const auto start = Clock::now();
+    const auto end = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
+                                 std::min(t->base.timeout, 1e9)));
+    auto interrupt_at = start + kInterruptEvery, peers_at = start + kPeersEvery, store_at = start + kStoreEvery;
+    auto sleep = kSleepMin;
+    std::optional<Clock::time_point> lost_at;
+    Failure lost{SS_ERR_PEER_LOST, -1, ""};
+    struct Timer {
+        Transport *t;
+        Clock::time_point start;
+        ~Timer() { t->base.traffic.wait_seconds += std::chrono::duration<double>(Clock::now() - start).count(); }
+    } timer{t, start};
+
+    while (true) {
+        std::this_thread::sleep_for(sleep);
+        sleep = std::min(sleep + sleep / 4, kSleepMax);
+        progress(t);
+        if (ready()) {
+            return;
+        }
+        const auto now = Clock::now();
+        if (now >= interrupt_at) {
+            interrupt_at = now + kInterruptEvery;
+            if (t->base.callbacks.interrupted != nullptr && t->base.callbacks.interrupted(t->base.callbacks.ctx) != 0) {
+                throw Failure{SS_ERR_INTERRUPTED, -1, "interrupted while waiting for peers"};
+            }
+        }
+        if (now >= peers_at && t->peers && !lost_at) {
+            peers_at = now + kPeersEvery;
+            lost.rank = t->peers->dead();
+            if (lost.rank >= 0) {
+                lost.text = "the process of rank " + std::to_string(lost.rank) + " has ended";
+                lost_at = now;
+            }
+        }
+        if (now >= store_at && t->notices) {
+            store_at = now + kStoreEvery;
+            try {
+                if (!t->notices->look() && !lost_at) {
+                    lost.text = "the connection to the process group's store broke; whoever hosts it (rank 0 or the "
+                                "launcher) is gone";
+                    lost_at = now;
+                }
+            } catch (const Failure &failure) {
+                fail_for_good(t, failure, phase, bucket);
+            }
+        }
+        if (lost_at && now >= *lost_at + kGrace) {
+            fail_for_good(t, lost, phase, bucket);
+        }
+        if (now >= end) {
+            char text[128];
+            std::snprintf(text, sizeof text, "some peer did not arrive within %g seconds", t->base.timeout);
+            throw Failure{SS_ERR_TIMEOUT, -1, text};
+        }
+    }
+}
+
+void exchange(Transport *t, const void *mine, size_t bytes, void *all)
+{
+    const size_t world = static_cast<size_t>(t->base.world);
+    if (world == 1 || bytes == 0) {
+        if (bytes > 0 && all != mine) {
+            std::memmove(all, mine, bytes);
+        }
+        return;
+    }
+    // In memory of its own: after a timeout the collective is still pending while the caller's buffers are gone.
+    const int64_t n = static_cast<int64_t>(bytes);
+    at::Tensor message = at::empty({n}, at::kByte), result = at::empty({n * t->base.world}, at::kByte);
+    std::memcpy(message.data_ptr(), mine, bytes);
+    std::vector<at::Tensor> inputs{message};
+    std::vector<std::vector<at::Tensor>> outputs(1);
+    for (size_t k = 0; k < world; ++k) {
+        outputs[0].push_back(view(static_cast<char *>(result.data_ptr()) + k * bytes, n, at::kByte, result));
+    }
+    try {
+        OutsideDispatchModes guard;
+        t->exchanges.emplace_back(t->control->allgather(outputs, inputs));
+    } catch (...) {
+        explain(t, "exchange", -1);
+    }
+    wait(t, "exchange", -1, [&] {
+        try {
+            return t->exchanges.back().done();
+        } catch (...) {
+            explain(t, "exchange", -1);
+        }
+    });
+    t->exchanges.pop_back();
+    std::memcpy(all, result.data_ptr(), bytes * world);
+    t->base.traffic.control_bytes += bytes * (world - 1);
+}
+
+// ---------------------------------------------------------------------------------------------- the vtable
+
+ss_code op_add_chunk(ss_transport *base, const ss_bucket_spec *specs, int n, size_t bytes, ss_region **region,
+                     ss_error *err)
+{
+    return guarded(base, "adding a chunk", -1, err, [&](Transport *t) {
+        const size_t world = static_cast<size_t>(t->base.world);
+        for (int i = 0; i < n; ++i) {
+            const ss_bucket_spec &s = specs[i];
+            const size_t elements = static_cast<size_t>(s.segment) * world;
+            const bool grad = s.segment > 0 && s.segment % 128 == 0 && s.grad_offset % 256 == 0 &&
+                              (s.grad_dtype == SS_F32 || s.grad_dtype == SS_F64) && s.grad_offset <= bytes &&
+                              elements * ss_dtype_size(s.grad_dtype) <= bytes - s.grad_offset;
+            const bool param = s.param_offset == SIZE_MAX ||
+                               (s.param_offset % 256 == 0 && s.param_offset <= bytes &&
+                                elements * ss_dtype_size(s.param_dtype) <= bytes - s.param_offset);
+            if (!grad || !param) {
+                throw Failure{SS_ERR_USAGE, -1,
+                              "the layout of bucket " + std::to_string(t->buckets.size() + static_cast<size_t>(i)) +
+                                  " is not valid"};
+            }
+        }
+        t->buckets.reserve(t->buckets.size() + static_cast<size_t>(n)); // nothing below throws
+        ss_region *made = new_region(bytes);
+        for (int i = 0; i < n; ++i) {
+            ss_region_retain(made);
+            t->buckets.push_back(Bucket{specs[i], made});
+        }
+        *region = made;
+    });
+}
+
+ss_code op_launch(ss_transport *base, int bucket, int contributes, ss_error *err)
+{
+    return guarded(base, "launch", bucket, err, [&](Transport *t) {
+        Bucket &b = at(t, bucket);
+        if (b.reduce != Phase::kIdle) {
+            throw Failure{SS_ERR_USAGE, -1, "it was already launched in this round"};
+        }
+        if (!contributes) {
+            std::memset(plane_base(b, SS_PLANE_GRAD), 0,
+                        segment_bytes(b, SS_PLANE_GRAD) * static_cast<size_t>(t->base.world));
+        }
+        t->queued.push_back(Task{bucket, std::nullopt, {}, {}});
+        b.reduce = Phase::kQueued;
+        post(t);
+    });
+}
+
+ss_code op_poll(ss_transport *base, int bucket, ss_reduce_state *state, ss_error *err)
+{
+    return guarded(base, "reduce-scatter", bucket, err, [&](Transport *t) {
+        Bucket &b = at(t, bucket);
+        if (b.reduce == Phase::kIdle) {
+            throw Failure{SS_ERR_USAGE, -1, "it was not launched in this round"};
+        }
+        progress(t);
+        *state = b.reduce == Phase::kDone ? SS_REDUCE_SETTLED : SS_REDUCE_PENDING;
+    });
+}
+
+ss_code op_reduce(ss_transport *base, int bucket, ss_error *err)
+{
+    return guarded(base, "reduce-scatter", bucket, err, [&](Transport *t) {
+        Bucket &b = at(t, bucket);
+        if (b.reduce == Phase::kIdle) {
+            throw Failure{SS_ERR_USAGE, -1, "it was not launched in this round"};
+        }
+        wait(t, "reduce-scatter", bucket, [&] { return b.reduce == Phase::kDone; });
+    });
+}
+
+ss_code op_settle(ss_transport *base, ss_error *err)
+{
+    return guarded(base, "settle", -1, err, [&](Transport *t) {
+        wait(t, "settle", -1, [&] {
+            return std::all_of(t->buckets.begin(), t->buckets.end(), [](const Bucket &b) {
+                return b.reduce == Phase::kIdle || b.reduce == Phase::kDone;
+            });
+        });
+        for (Bucket &b : t->buckets) {
+            b.reduce = Phase::kIdle;
+        }
+    });
+}
+
+ss_code op_exchange(ss_transport *base, const void *mine, size_t bytes, void *all, ss_error *err)
+{
+    return guarded(base, "exchange", -1, err, [&](Transport *t) { exchange(t, mine, bytes, all); });
+}
+
+Bucket &with_plane(Transport *t, ss_plane plane, int bucket)
+{
+    Bucket &b = at(t, bucket);
+    if (plane != SS_PLANE_GRAD && (plane != SS_PLANE_PARAM || b.spec.param_offset == SIZE_MAX)) {
+        throw Failure{SS_ERR_USAGE, -1, "it has no such plane"};
+    }
+    return b;
+}
+
+ss_code op_publish(ss_transport *base, ss_plane plane, int bucket, ss_error *err)
+{
+    return guarded(base, "publish", bucket, err, [&](Transport *t) {
+        Bucket &b = with_plane(t, plane, bucket);
+        if (b.gather[plane] == Phase::kQueued || b.gather[plane] == Phase::kPosted) {
+            throw Failure{SS_ERR_USAGE, -1, "it was already published and not collected"};
+        }
+        if (plane == SS_PLANE_GRAD && b.reduce != Phase::kIdle && b.reduce != Phase::kDone) {
+            throw Failure{SS_ERR_USAGE, -1, "its gradients are still being reduced"};
+        }
+        t->queued.push_back(Task{bucket, plane, {}, {}});
+        b.gather[plane] = Phase::kQueued;
+        post(t);
+    });
+}
+
+ss_code op_collect(ss_transport *base, ss_plane plane, int bucket, ss_error *err)
+{
+    return guarded(base, "all-gather", bucket, err, [&](Transport *t) {
+        Bucket &b = with_plane(t, plane, bucket);
+        if (b.gather[plane] == Phase::kIdle) {
+            throw Failure{SS_ERR_USAGE, -1, "it was not published"};
+        }
+        wait(t, "all-gather", bucket, [&] { return b.gather[plane] == Phase::kDone; });
+    });
+}
+
+// A broadcast that is complete has left my memory, so there is no need to hear from the peers.
+ss_code op_release(ss_transport *base, ss_plane plane, ss_error *err)
+{
+    return guarded(base, "release", -1, err, [&](Transport *t) {
+        wait(t, "release", -1, [&] {
+            return std::all_of(t->buckets.begin(), t->buckets.end(), [&](const Bucket &b) {
+                return b.gather[plane] == Phase::kIdle || b.gather[plane] == Phase::kDone;
+            });
+        });
+        for (Bucket &b : t->buckets) {
+            b.gather[plane] = Phase::kIdle;
+        }
+    });
+}
+
+void op_fail(ss_transport *base, const char *message)
+{
+    (void)guarded(base, "fail", -1, nullptr, [&](Transport *t) { // which skips it when a failure is known to all already
+        if (t->notices) {
+            t->notices->publish('A', base->rank, message == nullptr ? "" : message);
+        }
+        ss_error error{};
+        ss_fail_at(&error, SS_ERR_ABORTED, base->rank, -1, "c10d, rank %d: this rank had given up: %s", base->rank,
+                   message == nullptr ? "" : message);
+        t->failed = error;
+    });
+}
+
+void op_close(ss_transport *base)
+{
+    Transport *t = self(base);
+    bool pending = !t->posted.empty() || !t->exchanges.empty();
+    if (pending) {
+        // The last reference to a group waits in its destructor for what is pending; close() must not. Such a group is
+        // lost anyhow, so its memory goes with the process.
+        (void)t->data.release();
+        (void)t->control.release();
+    }
+    for (Bucket &b : t->buckets) {
+        ss_region_release(b.region);
+    }
+    delete t;
+}
+
+const ss_transport_ops kOps = {
+    sizeof(ss_transport_ops), "c10d",     1,          op_add_chunk, op_launch, op_poll, op_reduce, op_settle,
+    op_exchange,              op_publish, op_collect, op_release,   op_fail,   op_close,
+};
+
+Group resolve(const char *name, const char *role, int rank, int world)
+{
+    Group group;
+    try {
+        group = c10d::resolve_process_group(name == nullptr ? "" : name);
+    } catch (...) {
+        throw Failure{SS_ERR_USAGE, -1, std::string("there is no ") + role + " group: " + describe_current_exception()};
+    }
+    if (group->getRank() != rank || group->getSize() != world) {
+        throw Failure{SS_ERR_USAGE, -1,
+                      std::string("in the ") + role + " group this process is rank " +
+                          std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) + ", not " +
+                          std::to_string(rank) + " of " + std::to_string(world)};
+    }
+    return group;
+}
+
+// Which backend carries CPU tensors; "python" for a group without backends, whose collectives are methods in Python.
+std::string cpu_backend(const Group &group)
+{
+    try {
+        return group->getBackend(c10::DeviceType::CPU)->getBackendName();
+    } catch (const std::exception &) {
+        return "python";
+    }
+}
+
+} // namespace
+
+extern "C" ss_code ss_c10d_open(const char *data_group, const char *control_group, int rank, int world, double timeout,
+                                const ss_transport_callbacks *callbacks, ss_transport **transport, ss_error *err)
+{
+    Transport *t = new (std::nothrow) Transport;
+    if (t == nullptr) {
+        return ss_fail(err, SS_ERR_NO_MEMORY, "c10d: out of memory");
+    }
+    t->base.ops = &kOps;
+    t->base.rank = rank;
+    t->base.world = world;
+    t->base.timeout = timeout;
+    if (callbacks != nullptr) {
+        t->base.callbacks = *callbacks;
+    }
+    ss_code code = guarded(&t->base, "open", -1, err, [&](Transport *) {
+        t->data = resolve(data_group, "data", rank, world);
+        t->control = resolve(control_group, "control", rank, world);
+        if (t->data == t->control && world > 1) {
+            throw Failure{SS_ERR_USAGE, -1, "the data group and the control group must be two groups"};
+        }
+        const std::string backend = cpu_backend(t->data);
+        std::vector<Identity> ids(static_cast<size_t>(world));
+        const Identity mine = Identity::mine(backend);
+        exchange(t, &mine, sizeof mine, ids.data());
+        t->base.traffic = ss_traffic{};
+        for (int k = 0; k < world; ++k) {
+            if (ids[static_cast<size_t>(k)].backend != mine.backend) {
+                throw Failure{SS_ERR_MISMATCH, k,
+                              "rank " + std::to_string(k) + " has another backend in the data group than " + backend};
+            }
+        }
+        t->peers = std::make_unique<Peers>(ids, rank);
+        t->notices = std::make_unique<Notices>(t->control->getStore(), ids[0].nonce);
+        if (backend == "gloo") {
+            t->method = t->peers->one_host() || world <= kScatterWorld ? Method::kScatter : Method::kAllReduce;
+        } else { // a group in Python has allreduce, but no flat reduce-scatter
+            t->method = backend == "python" ? Method::kAllReduce : Method::kReduceScatter;
+        }
+    });
+    if (code != SS_OK) {
+        op_close(&t->base);
+        return code;
+    }
+    *transport = &t->base;
+    return SS_OK;
+}
