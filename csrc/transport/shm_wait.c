@@ -67,19 +67,18 @@ static ss_code peer_failed(const ss_shm *t, int rank, int bucket, ss_error *err)
                       t->controls[rank]->message);
 }
 
-/* Is one of those that I wait for gone? What it posted before counts, hence the second look at its word. A peer that
-   said why it fails before it died is left to check_failed. */
-static ss_code check_deaths(const ss_shm *t, const ss_shm_await *what, int only, ss_error *err)
+/* Is one of those that I wait for gone, in the way that `closed` says? What it posted before counts, hence the second
+   look at its word. One that failed before it died is left to its own message. */
+static ss_code check_gone(const ss_shm *t, const ss_shm_await *what, int closed, ss_error *err)
 {
     for (int k = 0; k < t->base.world; k++) {
-        if ((only != SS_SHM_ALL && k != only) || ss_shm_arrived(t, what, k)) {
+        if (ss_shm_arrived(t, what, k)) {
             continue;
         }
-        int closed = atomic_load(&t->controls[k]->state) == SS_SHM_CLOSED;
         if (!closed && t->wire->ops->alive(t->wire, k)) {
             continue;
         }
-        if (ss_shm_arrived(t, what, k) || atomic_load(&t->controls[k]->state) == SS_SHM_FAILED) {
+        if (atomic_load(&t->controls[k]->state) != (closed ? SS_SHM_CLOSED : SS_SHM_OPEN) || ss_shm_arrived(t, what, k)) {
             continue;
         }
         char text[96];
@@ -129,17 +128,26 @@ static int interrupted(const ss_shm *t)
     return callbacks->interrupted != NULL && callbacks->interrupted(callbacks->ctx) != 0;
 }
 
-/* Ends the wait if it has become pointless, or too long. A rank that is itself awaited and dead is named rather than
-   the peer that noticed it first and gave up. */
+/* Ends the wait if it has become pointless, or too long. The cause is named rather than its consequences: a rank that
+   died rather than one that gave up because of it, and either rather than one that then closed its transport. So that
+   no cause is missed, consequences are looked at first. */
 static ss_code check(ss_shm *t, const ss_shm_await *what, int rank, double deadline, ss_error *err)
 {
     double now = ss_now();
-    int due = now >= t->next_check, late = now >= deadline, failed = failed_peer(t);
+    int due = now >= t->next_check, late = now >= deadline;
+    ss_error closed = {.code = SS_OK};
+    if (due || late) {
+        check_gone(t, what, 1, &closed);
+    }
+    int failed = failed_peer(t);
     if (due || late || failed >= 0) {
-        SS_TRY(check_deaths(t, what, rank, err));
+        SS_TRY(check_gone(t, what, 0, err));
     }
     if (failed >= 0) {
         return satisfied(t, what, rank) ? SS_OK : peer_failed(t, failed, what->bucket, err);
+    }
+    if (closed.code != SS_OK) {
+        return ss_fail_at(err, closed.code, closed.rank, closed.bucket, "%s", closed.message);
     }
     if (due) {
         t->next_check = now + CHECK_SECONDS;
