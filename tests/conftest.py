@@ -1,0 +1,5 @@
+import ranks
+
+
+def pytest_sessionfinish():
+    ranks.shutdown()
