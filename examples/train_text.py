@@ -161,6 +161,11 @@ def sample(model, prompt: bytes, length: int, context: int, device: torch.device
     return bytes(text)
 
 
+def printable(text: bytes) -> str:
+    """Bytes that a model made up, safe to show on a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.decode(errors="replace"))
+
+
 def plot(path: Path, title: str, losses: list[float], held_out: dict[int, float], known: dict[str, float]) -> None:
     import matplotlib
 
@@ -208,7 +213,7 @@ def main() -> None:
     scheduler = cosine_schedule(optimizer, args.steps)
     batches = Batches(corpus, args, device)
     step_bytes = world * args.accumulate * args.batch * args.context
-    say(f"{args.impl}, {world} ranks, {args.dtype}, {parameters:,} parameters, {step_bytes:,} bytes of text per step")
+    say(f"{args.impl}, W = {world}, {args.dtype}, {parameters:,} parameters, {step_bytes:,} bytes of text per step")
     say(f"text: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
 
     losses: list[float] = []  # bits per byte, rank 0
@@ -247,8 +252,8 @@ def main() -> None:
         text = sample(model, PROMPT, 400, args.context, device, args.seed)
     if rank == 0:
         curve = args.out / f"{args.impl}-{args.dtype}.png"
-        plot(curve, f"{args.impl}, {world} ranks, {parameters:,} parameters", losses, held_out, known)
-        say(f"\nA continuation of {PROMPT!r}:\n\n{text.decode(errors='replace')}\n")
+        plot(curve, f"{args.impl}, W = {world}, {args.dtype}, {parameters:,} parameters", losses, held_out, known)
+        say(f"\nA continuation of {PROMPT!r}:\n\n{printable(text)}\n")
         say(f"held-out bits per byte: {held_out[args.steps]:.3f}")
         for name, bits in known.items():
             say(f"    byte {name:8s} {bits:.3f}")
