@@ -246,10 +246,10 @@ static PyObject *engine_slot(EngineObject *self, PyObject *args)
         Py_XDECREF(piece_master);
         return NULL;
     }
-    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "piece_grad", piece_grad,
+    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:L,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "piece_grad", piece_grad,
                          "piece_param", piece_param, "piece_master", piece_master, "begin",
                          (long long)slot.piece.in_param, "numel", (long long)slot.piece.numel, "in_segment",
-                         (long long)slot.piece.in_segment, "bucket", slot.bucket);
+                         (long long)slot.piece.in_segment, "segment", (long long)shape->segment, "bucket", slot.bucket);
 }
 
 static PyObject *engine_attach(EngineObject *self, PyObject *args)

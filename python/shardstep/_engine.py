@@ -90,6 +90,7 @@ class Engine:
             accumulate=accumulate,
         )
         self.closed = False
+        self.n_buckets = 0
         self.slots: list[dict[str, Any] | None] = [None] * len(self.params)
         self.guards: list[torch.Tensor | None] = [None] * len(self.params)
         self._unchecked = True
@@ -170,6 +171,7 @@ class Engine:
         if not wanted:
             return
         self.core.place(indices(wanted))
+        self.n_buckets = len(self.core.buckets())
         reference = weakref.ref(self)
         for i in wanted:
             parameter = self.params[i]
@@ -266,8 +268,8 @@ class Engine:
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
-    def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> None:
-        """Closes the round. Communicates; see ``csrc/core/close.c``."""
+    def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> "torch.Tensor | None":
+        """Closes the round. Communicates; see ``csrc/core/close.c``. With ``WANT_FULL`` the gradient of ``param``."""
         while True:
             wanted = self.core.close(at, want, order, param)
             if wanted is None:
@@ -275,8 +277,10 @@ class Engine:
             self._place(wanted)
             for optimizer in self.optimizers():
                 optimizer.take_placed(wanted)
+        full = self.slots[param]["grad"].clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None
         if self.debug and self.sharded:
             self._poison()
+        return full
 
     def _poison(self) -> None:
         """What other ranks own is not this rank's to read: with debug=True it is NaN."""
@@ -306,17 +310,13 @@ class Engine:
             return parameter.grad
         if self.slots[i] is None:
             return None
-        self.close(AT_READ, WANT_FULL, 2.0, i)
-        return self.slots[i]["grad"].clone() if self.core.gradient(i) == HELD else None
+        return self.close(AT_READ, WANT_FULL, 2.0, i)
 
     def abort_window(self) -> None:
         self.close(AT_ABORT)
         for parameter in self.params:
             if parameter.grad is not None:
                 parameter.grad = None
-
-    def drop(self, wanted: "Iterable[int]") -> None:
-        self.core.drop(indices(wanted))
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Engine:
             "step": _with_wire(self._last_step),
             "total": _with_wire(totals),
             "memory": {**self.core.memory(), "optimizer": optimizer_bytes},
-            "buckets": len(self.core.buckets()),
+            "buckets": self.n_buckets,
             "transport": self.core.transport,
             "rank": self.group.rank,
             "world": self.group.world,

@@ -16,6 +16,7 @@ from shardstep._engine import AT_STEP, HELD, LOW, Engine, indices, owner_of
 from shardstep._errors import UsageError
 
 ADAM, SGD = range(2)
+STATE_NAMES = (("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("momentum_buffer",))
 
 #: torch.optim classes whose update of an element depends on that element alone.
 ELEMENTWISE = tuple(
@@ -44,6 +45,8 @@ class FusedRule:
         self.flat: dict[str, dict[int, torch.Tensor]] = {}
         self.groups = array.array("i", [-1]) * len(self.engine.params)
         self._unset: set[int] = set()  # SGD: momentum buffers that the first step will fill
+        self._made: dict[int, tuple[str, ...]] = {}  # per group: the kinds of state that its members have
+        self._addresses: "list[array.array] | None" = None
 
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
         group = self.owner.param_groups[group_index]
@@ -67,17 +70,23 @@ class FusedRule:
                 self.steps[i] = 1.0
 
     def _names(self, group: "dict[str, Any]") -> "tuple[str, ...]":
+        names = STATE_NAMES[self.kind]
         if self.kind == SGD:
-            return ("momentum_buffer",) if group["momentum"] != 0 else ()
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+            return names if group["momentum"] != 0 else ()
+        return names if group["amsgrad"] else names[:2]
 
     def _view(self, name: str, i: int) -> torch.Tensor:
         slot = self.engine.slots[i]
         bucket = slot["bucket"]
         flat = self.flat.setdefault(name, {})
         if bucket not in flat:
-            flat[bucket] = torch.zeros(self.engine.core.buckets()[bucket]["segment"], dtype=torch.float32)
+            flat[bucket] = torch.zeros(slot["segment"], dtype=torch.float32)
+            self._addresses = None
         return flat[bucket][slot["in_segment"] : slot["in_segment"] + slot["numel"]]
+
+    def _addresses_of(self, name: str) -> array.array:
+        flat = self.flat.get(name, {})
+        return array.array("q", [flat[b].data_ptr() if b in flat else 0 for b in range(self.engine.n_buckets)])
 
     def _options(self, group: "dict[str, Any]") -> tuple:
         lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), group["maximize"]
@@ -90,41 +99,28 @@ class FusedRule:
 
     def step(self) -> None:
         core = self.engine.core
-        n_buckets = len(core.buckets())
         for index, group in enumerate(self.owner.param_groups):
-            self._check_group(index, group)
-        names = ("momentum_buffer",) if self.kind == SGD else ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        states = []
-        for name in names:
-            flat = self.flat.get(name, {})
-            states.append(array.array("q", [flat[b].data_ptr() if b in flat else 0 for b in range(n_buckets)]))
+            self._ensure_state(index, group)
+        if self._addresses is None:
+            self._addresses = [self._addresses_of(name) for name in STATE_NAMES[self.kind]]
         options = [self._options(group) for group in self.owner.param_groups]
-        core.update(self.kind, self.groups, options, self.steps.data_ptr(), states)
+        core.update(self.kind, self.groups, options, self.steps.data_ptr(), self._addresses)
         if self._unset:
             for i in [i for i in self._unset if self.steps[i] > 0]:
                 self.owner.state[self.engine.params[i]]["momentum_buffer"] = self._view("momentum_buffer", i)
                 self._unset.discard(i)
 
-    def _check_group(self, index: int, group: "dict[str, Any]") -> None:
-        """State that a changed option needs (momentum switched on, amsgrad) is made; nothing else may change."""
-        for name in self._names(group):
-            for parameter in group["params"]:
-                i = self.engine.index.get(id(parameter))
-                if i is None or self.groups[i] < 0:
-                    continue
-                if name not in self.owner.state[parameter]:
-                    self.owner.state[parameter][name] = self._view(name, i)
-                break  # one parameter tells for the group unless it lacks the state
-            else:
-                continue
-            if any(name not in self.owner.state[p] for p in group["params"] if self._holds(p)):
-                for p in group["params"]:
-                    if self._holds(p):
-                        self.owner.state[p].setdefault(name, self._view(name, self.engine.index[id(p)]))
-
-    def _holds(self, parameter: torch.Tensor) -> bool:
-        i = self.engine.index.get(id(parameter))
-        return i is not None and self.groups[i] >= 0
+    def _ensure_state(self, index: int, group: "dict[str, Any]") -> None:
+        """Makes the state that an option switched on since (momentum, amsgrad) needs."""
+        names = self._names(group)
+        if self._made.get(index) == names:
+            return
+        for parameter in group["params"]:
+            i = self.engine.index.get(id(parameter))
+            if i is not None and self.groups[i] >= 0:
+                for name in names:
+                    self.owner.state[parameter].setdefault(name, self._view(name, i))
+        self._made[index] = names
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         parameter = self.engine.params[i]
@@ -275,6 +271,7 @@ class ShardedOptimizer(Optimizer):
         self.engine = sharded_engine_of(model)
         self.wrapped = optimizer
         self._rule: "FusedRule | TorchRule | None" = None
+        self._members: "tuple[array.array, list[torch.Tensor]] | None" = None  # placed parameters, and others
         warm = dict(optimizer.state)
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -301,6 +298,7 @@ class ShardedOptimizer(Optimizer):
 
     def take_placed(self, placed: "Iterable[int]") -> None:
         """Parameters unfrozen after wrapping have joined the layout."""
+        self._members = None
         groups = {id(p): index for index, group in enumerate(self.param_groups) for p in group["params"]}
         for i in placed:
             index = groups.get(id(self.engine.params[i]))
@@ -309,6 +307,7 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: "dict[str, Any]") -> None:
         super().add_param_group(param_group)
+        self._members = None
         if self._rule is not None:
             index = len(self.param_groups) - 1
             if self.param_groups is not self.wrapped.param_groups:
@@ -344,15 +343,15 @@ class ShardedOptimizer(Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
-        owned = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                i = self.engine.index.get(id(parameter))
-                if i is not None and self.engine.slots[i] is not None:
-                    owned.append(i)
-                else:
-                    parameter.grad = None
-        self.engine.drop(owned)
+        if self._members is None:
+            everyone = [p for group in self.param_groups for p in group["params"]]
+            placed = [i for p in everyone if (i := self.engine.index.get(id(p))) is not None and self.engine.slots[i]]
+            inside = {id(self.engine.params[i]) for i in placed}
+            self._members = indices(placed), [p for p in everyone if id(p) not in inside]
+        owned, others = self._members
+        self.engine.core.drop(owned)
+        for parameter in others:
+            parameter.grad = None
 
     # -- state --------------------------------------------------------------------------------------------------------
 
