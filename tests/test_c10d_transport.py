@@ -41,7 +41,7 @@ def build_library() -> pathlib.Path:
     csrc = ROOT / "csrc"
     digest = hashlib.sha256(torch.__version__.encode())
     headers = ["core/dtype.h", "core/region.h", "core/status.h", "transport/transport.h", "transport/c10d.h"]
-    for path in sorted([*(csrc / h for h in headers), *csrc.glob("kernels/*.h"), *(csrc / s for s in SOURCES_C), csrc / "shim/c10d.cpp",
+    for path in sorted([*(csrc / h for h in headers), *csrc.glob("kernels/*.h"), *(csrc / s for s in SOURCES_C), csrc / "shim/c10d.cpp", csrc / "shim/c10d_peers.hpp",
                         ROOT / "tests/c/other_backend.cpp", pathlib.Path(__file__)]):
         digest.update(path.read_bytes())
     folder = pathlib.Path(tempfile.gettempdir()) / f"shardstep-c10d-{os.getuid()}-{digest.hexdigest()[:16]}"
@@ -403,6 +403,28 @@ def dead_peer_in_exchange(rank, world):
     t.close()
 
 
+def dead_peer_seen_by_gloo_alone(rank, world):
+    """No pidfd and no store, as neither can be opened: the backend's own error has to do."""
+    import resource
+
+    names = groups(rank, world)
+    ctypes.CDLL(os.environ["TEST_LIBRARY"])
+    os.close(free := os.dup(0))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    t = Transport(*names, rank, world, timeout=30)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    t.add((1 << 18, F32, F32))
+    t.exchange(b"ready")
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    t.call("launch", 0, 1)
+    error = expect(PEER_LOST, 2.0, lambda: t.call("reduce", 0), "bucket 0", "unknown")
+    assert error.rank == -1
+    t.close()
+
+
 def failing_peer(rank, world):
     t = start_round(rank, world, 30)
     if rank == 0:
@@ -549,6 +571,10 @@ def test_dead_peer_is_named_by_every_rank():
 
 def test_dead_peer_ends_an_exchange():
     run("dead_peer_in_exchange", 3, dead=[0])
+
+
+def test_dead_peer_is_noticed_by_the_backend_alone():
+    run("dead_peer_seen_by_gloo_alone", 2, dead=[1])
 
 
 def test_fail_reaches_every_wait():

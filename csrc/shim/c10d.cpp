@@ -1,14 +1,11 @@
 // The c10d transport (csrc/transport/c10d.h says what it does and promises).
 //
-// Order of this file: small helpers; watching peers; the transport's state; posting, finishing and waiting; the vtable.
+// Order of this file: small helpers; the transport's state and its errors; posting, finishing and waiting; the vtable.
 
 #include "transport/c10d.h"
 
 #include <cxxabi.h>
-#include <poll.h>
 #include <sys/mman.h>
-#include <sys/random.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,7 +13,6 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
-#include <fstream>
 #include <memory>
 #include <new>
 #include <optional>
@@ -31,12 +27,15 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "shim/c10d_peers.hpp"
+
 extern "C" {
 #include "kernels/kernels.h"
 }
 
 namespace {
 
+using namespace shardstep;
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
@@ -54,13 +53,6 @@ constexpr int64_t kBlock = 8192; // elements finished before `reduced` is told: 
 constexpr int kScatterWorld = 4;
 
 // ---------------------------------------------------------------------------------------------- small helpers
-
-// An error on its way out of this file; only `guarded` turns it into an ss_code.
-struct Failure {
-    ss_code code;
-    int rank;
-    std::string text;
-};
 
 // Collectives of ours are no business of Python dispatch modes that are active in the thread (and would take the GIL).
 struct OutsideDispatchModes {
@@ -130,7 +122,17 @@ ss_region *new_region(size_t bytes)
     return region.release();
 }
 
-// torch 2.13 renamed the flat reduce-scatter and deprecated the old name.
+// torch 2.13 renamed the flat collectives and deprecated the old names.
+template <class G>
+c10::intrusive_ptr<c10d::Work> flat_all_gather(G &group, at::Tensor &output, at::Tensor &input)
+{
+    if constexpr (requires { group.all_gather_single(output, input); }) {
+        return group.all_gather_single(output, input);
+    } else {
+        return group._allgather_base(output, input);
+    }
+}
+
 template <class G>
 c10::intrusive_ptr<c10d::Work> flat_reduce_scatter(G &group, at::Tensor &output, at::Tensor &input)
 {
@@ -186,174 +188,6 @@ bool all_done(std::vector<Pending> &works)
 {
     return std::all_of(works.begin(), works.end(), [](Pending &work) { return work.done(); });
 }
-
-// ---------------------------------------------------------------------------------------------- watching peers
-
-uint64_t fnv1a(const std::string &text)
-{
-    uint64_t hash = 14695981039346656037u;
-    for (unsigned char c : text) {
-        hash = (hash ^ c) * 1099511628211u;
-    }
-    return hash;
-}
-
-// Field 22 of /proc/<pid>/stat: with the pid it names a process for good.
-uint64_t start_time(int64_t pid)
-{
-    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-    std::string line;
-    std::getline(file, line);
-    size_t after_name = line.rfind(')'); // the name may hold spaces
-    unsigned long long ticks = 0;
-    if (after_name == std::string::npos ||
-        std::sscanf(line.c_str() + after_name + 1,
-                    " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &ticks) != 1) {
-        return 0;
-    }
-    return ticks;
-}
-
-// What every rank tells the others when a transport is opened.
-struct Identity {
-    uint64_t nonce;       // rank 0's names this transport among all that ever used the store
-    uint64_t host;        // equal where pids mean the same: boot id and pid namespace
-    int64_t pid;
-    uint64_t started;
-    uint64_t backend;     // of the data group
-
-    static Identity mine(const std::string &backend)
-    {
-        Identity id{};
-        if (getrandom(&id.nonce, sizeof id.nonce, 0) != static_cast<ssize_t>(sizeof id.nonce)) {
-            id.nonce = static_cast<uint64_t>(Clock::now().time_since_epoch().count()) ^ static_cast<uint64_t>(getpid());
-        }
-        std::string boot;
-        std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-        char space[64] = "";
-        ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space - 1);
-        id.host = fnv1a(boot + (length > 0 ? std::string(space, static_cast<size_t>(length)) : ""));
-        id.pid = getpid();
-        id.started = start_time(id.pid);
-        id.backend = fnv1a(backend);
-        return id;
-    }
-};
-
-class Peers {
-  public:
-    Peers(const std::vector<Identity> &ids, int rank)
-    {
-        for (int k = 0; k < static_cast<int>(ids.size()); ++k) {
-            const Identity &peer = ids[k], &me = ids[rank];
-            if (peer.host != me.host) {
-                one_host_ = false;
-            } else if (peer.pid != me.pid) {
-                int fd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0));
-                if (fd >= 0 && start_time(peer.pid) != peer.started) { // gone, and its pid already somebody else's
-                    close(fd);
-                } else if (fd >= 0) {
-                    fds_.push_back({fd, POLLIN, 0});
-                    ranks_.push_back(k);
-                }
-            }
-        }
-    }
-    ~Peers()
-    {
-        for (const pollfd &p : fds_) {
-            close(p.fd);
-        }
-    }
-    Peers(const Peers &) = delete;
-    Peers &operator=(const Peers &) = delete;
-
-    bool one_host() const { return one_host_; }
-
-    // A rank on this host whose process has ended, or -1.
-    int dead()
-    {
-        if (!fds_.empty() && poll(fds_.data(), fds_.size(), 0) > 0) {
-            for (size_t i = 0; i < fds_.size(); ++i) {
-                if (fds_[i].revents != 0) {
-                    return ranks_[i];
-                }
-            }
-        }
-        return -1;
-    }
-
-  private:
-    std::vector<pollfd> fds_;
-    std::vector<int> ranks_;
-    bool one_host_ = true;
-};
-
-// The key through which one rank tells the others that all is over. "A<rank> <message>": that rank called fail();
-// "L<rank> <message>": that rank (or -1) was found lost.
-class Notices {
-  public:
-    Notices(const c10::intrusive_ptr<c10d::Store> &store, uint64_t nonce)
-    {
-        char key[48];
-        std::snprintf(key, sizeof key, "shardstep/fail/%016llx", static_cast<unsigned long long>(nonce));
-        key_ = key;
-        try {
-            // A connection of our own: another thread's blocking get() would hold the shared one for minutes.
-            store_ = store ? store->clone() : nullptr;
-            if (store_) {
-                store_->check({key_});
-            }
-        } catch (const std::exception &) {
-            store_ = nullptr; // a store that cannot be asked: backend errors, pidfds and timeouts are left
-        }
-    }
-
-    // Throws the failure that some rank published. False when the store itself is gone.
-    bool look()
-    {
-        if (!store_) {
-            return !lost_;
-        }
-        std::string text;
-        try {
-            if (!store_->check({key_})) {
-                return true;
-            }
-            std::vector<uint8_t> raw = store_->get(key_);
-            text.assign(raw.begin(), raw.end());
-        } catch (const std::exception &) {
-            store_ = nullptr;
-            lost_ = true;
-            return false;
-        }
-        int rank = -1, length = 0;
-        char kind = 'A';
-        std::sscanf(text.c_str(), "%c%d %n", &kind, &rank, &length);
-        throw Failure{kind == 'L' ? SS_ERR_PEER_LOST : SS_ERR_ABORTED, rank, text.substr(length)};
-    }
-
-    void publish(char kind, int rank, const std::string &message) noexcept
-    {
-        try {
-            if (store_) {
-                std::string text = kind + std::to_string(rank) + " " + message;
-                if (kind == 'A') {
-                    store_->set(key_, text); // a send that awaits no answer
-                } else {
-                    store_->compareSet(key_, "", text); // never over somebody's fail(): that is the cause
-                }
-            }
-        } catch (...) {
-            store_ = nullptr;
-        }
-    }
-
-  private:
-    c10::intrusive_ptr<c10d::Store> store_;
-    std::string key_;
-    bool lost_ = false;
-};
 
 // ---------------------------------------------------------------------------------------------- state
 
@@ -750,17 +584,13 @@ void exchange(Transport *t, const void *mine, size_t bytes, void *all)
         return;
     }
     // In memory of its own: after a timeout the collective is still pending while the caller's buffers are gone.
-    const int64_t n = static_cast<int64_t>(bytes);
-    at::Tensor message = at::empty({n}, at::kByte), result = at::empty({n * t->base.world}, at::kByte);
-    std::memcpy(message.data_ptr(), mine, bytes);
-    std::vector<at::Tensor> inputs{message};
-    std::vector<std::vector<at::Tensor>> outputs(1);
-    for (size_t k = 0; k < world; ++k) {
-        outputs[0].push_back(view(static_cast<char *>(result.data_ptr()) + k * bytes, n, at::kByte, result));
-    }
+    at::Tensor message, result;
     try {
         OutsideDispatchModes guard;
-        t->exchanges.emplace_back(t->control->allgather(outputs, inputs));
+        message = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+        result = at::empty({static_cast<int64_t>(bytes * world)}, at::kByte);
+        std::memcpy(message.data_ptr(), mine, bytes);
+        t->exchanges.emplace_back(flat_all_gather(*t->control, result, message));
     } catch (...) {
         explain(t, "exchange", -1);
     }
@@ -934,8 +764,18 @@ void op_fail(ss_transport *base, const char *message)
 void op_close(ss_transport *base)
 {
     Transport *t = self(base);
-    bool pending = !t->posted.empty() || !t->exchanges.empty();
-    if (pending) {
+    const auto pending = [](Pending &work) {
+        try {
+            return !work.done();
+        } catch (...) {
+            return false;
+        }
+    };
+    bool any = std::any_of(t->exchanges.begin(), t->exchanges.end(), pending);
+    for (Task &task : t->posted) {
+        any = any || std::any_of(task.works.begin(), task.works.end(), pending);
+    }
+    if (any) {
         // The last reference to a group waits in its destructor for what is pending; close() must not. Such a group is
         // lost anyhow, so its memory goes with the process.
         (void)t->data.release();
