@@ -102,6 +102,15 @@ def library():
     shutil.rmtree(path.parent)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small tensors: torch's threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", params=VARIANTS)
 def kernels(library, request):
     table = library.ss_kernels_get(request.param.encode())

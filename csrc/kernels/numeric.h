@@ -46,7 +46,7 @@ SS_RULE float ss_from_bits(uint32_t bits)
 SS_RULE uint16_t ss_f32_to_bf16(float x)
 {
     uint32_t bits = ss_bits(x);
-    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16; /* a carry out of the mantissa is the next binade */
+    uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16; /* a carry goes on to the next binade */
     return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0xFFFFu : rounded);
 }
 
