@@ -13,8 +13,9 @@ pytestmark = [
 ]
 
 PROTOCOL = ["csrc/core/status.c", "csrc/transport/shm.c", "csrc/transport/shm_wait.c"]
+WIRE = ["csrc/transport/shm_connect.c", "csrc/transport/shm_wire.c"]
 THREADS = ["tests/c/stress_shm.c", "tests/c/thread_wire.c", *PROTOCOL]
-PROCESSES = ["tests/c/test_shm_processes.c", "csrc/transport/shm_wire.c", *PROTOCOL]
+PROCESSES = ["tests/c/test_shm_processes.c", *WIRE, *PROTOCOL]
 
 # Instrumented code hides the lengths of strings from GCC, whose warning then fires on deliberate truncation.
 SANITIZED = ("-O1", "-g", "-Wno-format-truncation")
@@ -40,7 +41,7 @@ def test_random_rounds_between_threads_give_the_closed_form():
 
 
 def test_protocol_has_no_data_race():
-    run(THREADS, THREAD_SANITIZER, 120, 100, seconds=60)
+    run(THREADS, THREAD_SANITIZER, 100, 100, seconds=60)
 
 
 def test_protocol_neither_leaks_nor_oversteps():
@@ -48,8 +49,8 @@ def test_protocol_neither_leaks_nor_oversteps():
 
 
 def test_ranks_as_processes_that_are_killed_stopped_or_fail():
-    run(PROCESSES, (), 200, seconds=60)
+    run(PROCESSES, (), 100, seconds=60)
 
 
 def test_wire_between_processes_neither_leaks_nor_oversteps():
-    run(PROCESSES, ADDRESS_SANITIZER, 40, seconds=60)
+    run(PROCESSES, ADDRESS_SANITIZER, 20, seconds=60)

@@ -141,7 +141,7 @@ static ss_code shm_launch(ss_transport *transport, int bucket, int contributes, 
     SS_TRY(find(t, bucket, err));
     ss_shm_bucket *b = &t->buckets[bucket];
     if (b->launched) {
-        return ss_fail_at(err, SS_ERR_USAGE, -1, bucket, "bucket %d is launched already; settle ends the round", bucket);
+        return ss_fail_at(err, SS_ERR_USAGE, -1, bucket, "bucket %d is launched already; settle ends a round", bucket);
     }
     b->launched = 1;
     b->reduced = 0;
@@ -346,8 +346,9 @@ static ss_code check_specs(const ss_shm *t, const ss_bucket_spec *specs, int n, 
         const ss_bucket_spec *s = &specs[i];
         int bucket = t->n_buckets + i;
         if (s->segment <= 0 || s->segment % SEGMENT_MULTIPLE != 0) {
-            return ss_fail_at(err, SS_ERR_USAGE, -1, bucket, "bucket %d: a segment of %lld elements; need a multiple of %d",
-                              bucket, (long long)s->segment, SEGMENT_MULTIPLE);
+            return ss_fail_at(err, SS_ERR_USAGE, -1, bucket,
+                              "bucket %d: a segment of %lld elements; need a multiple of %d", bucket,
+                              (long long)s->segment, SEGMENT_MULTIPLE);
         }
         if (s->grad_dtype != SS_F32 && s->grad_dtype != SS_F64) {
             return ss_fail_at(err, SS_ERR_USAGE, -1, bucket, "bucket %d: gradients must be FP32 or FP64", bucket);
@@ -357,8 +358,8 @@ static ss_code check_specs(const ss_shm *t, const ss_bucket_spec *specs, int n, 
             || (s->param_offset != SIZE_MAX
                 && (param_size == 0 || !fits(s->param_offset, s->segment, param_size, t->base.world, bytes)))) {
             return ss_fail_at(err, SS_ERR_USAGE, -1, bucket,
-                              "bucket %d: its planes must lie within the chunk's %zu bytes, aligned to %d", bucket, bytes,
-                              CHUNK_ALIGNMENT);
+                              "bucket %d: its planes must lie within the chunk's %zu bytes, aligned to %d", bucket,
+                              bytes, CHUNK_ALIGNMENT);
         }
     }
     return SS_OK;

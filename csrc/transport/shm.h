@@ -22,9 +22,9 @@ typedef enum {
 
 typedef struct ss_shm_wire ss_shm_wire;
 typedef struct {
-    /* Collective: makes `bytes` of zeroed memory of mine visible to all peers. bases[k] becomes where rank k's memory is
-       seen here: bases[rank] is mine, writable, alive as long as *region is referenced; the others stay until close and
-       may be mapped read-only unless `access` is SS_SHM_PEERS_WRITE. Bases are aligned to a page. */
+    /* Collective: makes `bytes` of zeroed memory of mine visible to all peers. bases[k] becomes where rank k's memory
+       is seen here: bases[rank] is mine, writable, alive as long as *region is referenced; the others stay until close
+       and may be mapped read-only unless `access` is SS_SHM_PEERS_WRITE. Bases are aligned to a page. */
     ss_code (*share)(ss_shm_wire *wire, size_t bytes, ss_shm_access access, ss_region **region, void **bases,
                      ss_error *err);
     /* Is this peer still there, neither dead nor disconnected? Never blocks. */

@@ -78,7 +78,8 @@ static ss_code check_gone(const ss_shm *t, const ss_shm_await *what, int closed,
         if (!closed && t->wire->ops->alive(t->wire, k)) {
             continue;
         }
-        if (atomic_load(&t->controls[k]->state) != (closed ? SS_SHM_CLOSED : SS_SHM_OPEN) || ss_shm_arrived(t, what, k)) {
+        uint32_t state = atomic_load(&t->controls[k]->state);
+        if (state != (closed ? SS_SHM_CLOSED : SS_SHM_OPEN) || ss_shm_arrived(t, what, k)) {
             continue;
         }
         char text[96];
@@ -117,9 +118,13 @@ static ss_code timed_out(const ss_shm *t, const ss_shm_await *what, ss_error *er
             snprintf(ranks + used, sizeof ranks - used, ", ...");
         }
     }
+    if (count == 0) {
+        return SS_OK; /* they came at the last moment */
+    }
     describe(what, text);
-    return ss_fail_at(err, SS_ERR_TIMEOUT, first, what->bucket, "rank %d has waited %g s in vain for the %s from rank%s %s",
-                      t->base.rank, t->base.timeout, text, count == 1 ? "" : "s", ranks);
+    return ss_fail_at(err, SS_ERR_TIMEOUT, first, what->bucket,
+                      "rank %d has waited %g s in vain for the %s from rank%s %s", t->base.rank, t->base.timeout, text,
+                      count == 1 ? "" : "s", ranks);
 }
 
 static int interrupted(const ss_shm *t)

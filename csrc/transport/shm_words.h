@@ -4,10 +4,10 @@
  * An epoch word counts up and is never reset. It is written by one rank only, its owner, and the words of one owner
  * share cache lines with no other rank's. Epochs are compared by signed difference, so they may wrap.
  *
- * Sleeping. A rank that must wait sleeps on its own doorbell, the only memory that peers write. The order is: the
- * sleeper reads `rings`, sets `sleeping`, looks at the words once more, and only then sleeps while `rings` is unchanged;
- * a poster writes its word first and looks at `sleeping` after. All of it is sequentially consistent, so one of the two
- * sees the other. A post costs one locked store and one load per peer while nobody sleeps.
+ * Sleeping. A rank that must wait sleeps on its own doorbell, the only memory that peers write. The sleeper reads
+ * `rings`, sets `sleeping`, looks at the words once more, and only then sleeps, while `rings` is unchanged; a poster
+ * writes its word first and looks at `sleeping` after. All of it is sequentially consistent, so one of the two sees the
+ * other. A post costs one locked store and one load per peer while nobody sleeps.
  */
 #ifndef SHARDSTEP_TRANSPORT_SHM_WORDS_H
 #define SHARDSTEP_TRANSPORT_SHM_WORDS_H

@@ -118,7 +118,8 @@ static void rounds_add_chunk(rounds *r)
     size_t bytes = 0;
     for (int i = 0; i < n; i++) {
         ss_bucket_spec *s = &r->specs[r->n_buckets + i];
-        *s = (ss_bucket_spec){.segment = 128 * (1 + (int64_t)rounds_next(&r->seed, rounds_next(&r->seed, 4) == 0 ? 60 : 6)),
+        uint64_t largest = rounds_next(&r->seed, 4) == 0 ? 60 : 6;
+        *s = (ss_bucket_spec){.segment = 128 * (1 + (int64_t)rounds_next(&r->seed, largest)),
                               .grad_dtype = rounds_next(&r->seed, 3) == 0 ? SS_F64 : SS_F32,
                               .param_dtype = params[rounds_next(&r->seed, 4)]};
         s->grad_offset = bytes;

