@@ -4,13 +4,14 @@
         ...
         return something_picklable
 
-    results = ranks.run(2, body, 3.0)              # one result per rank, or one failure that shows every rank's traceback
+    results = ranks.run(2, body, 3.0)              # one result per rank, or a failure with every rank's traceback
     results = ranks.run(2, body, 3.0, fresh=True)  # in processes of its own, gone afterwards
     outcomes = ranks.outcomes(2, body, 3.0)        # fresh too; errors and deaths are returned, not raised
 
-There is one pool of workers per world size, which stays from test to test (starting ranks costs seconds otherwise), with a
-Gloo group over loopback whose store lives here, as it lives in the agent under torchrun. After any failure the pool is
-killed and the next call builds a new one. Workers are forked by a server that has imported torch and nothing else.
+There is one pool of workers per world size, which stays from test to test (starting ranks costs seconds otherwise),
+with a Gloo group over loopback whose store lives here, as it lives in the agent under torchrun. After any failure the
+pool is killed and the next call builds a new one. Workers are forked by a server that has imported torch and has used
+none of it.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ _context.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch.
 _pools = {}
 
 
-# -- in the worker ----------------------------------------------------------------------------------------------------
+# -- in the worker ----------------------------------------------------------------------------------------------
 
 
 def _worker(connection, rank, world, environment, log_path, group, group_timeout):
@@ -97,7 +98,7 @@ def _failure(error, started):
     return ("error", type(error).__name__, str(error), seconds, traceback.format_exc())
 
 
-# -- in the tests' process --------------------------------------------------------------------------------------------
+# -- in the tests' process --------------------------------------------------------------------------------------
 
 
 class _Pool:
@@ -109,7 +110,6 @@ class _Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.connections, self.logs = [], [], []
         self.alive = True
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         for rank in range(world):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -193,8 +193,8 @@ class _Pool:
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
         if which:
             time.sleep(0.5)
-        return {rank: self.log(rank) if self.logs[rank].stat().st_size > before[rank] else "(does not answer)"
-                for rank in which}
+        answered = {rank for rank in which if self.logs[rank].stat().st_size > before[rank]}
+        return {rank: self.log(rank) if rank in answered else "(does not answer)" for rank in which}
 
     def log(self, rank):
         return self.logs[rank].read_text(errors="replace")[-8000:]
@@ -255,8 +255,8 @@ def _signal_name(number):
 def run(world, function, *args, timeout=60.0, fresh=False, **kwargs):
     """Calls ``function(rank, world, *args, **kwargs)`` on every rank and returns the results in rank order.
 
-    Raises one AssertionError with every rank's traceback when a rank raised, died or was not done after ``timeout`` seconds.
-    A rank that calls ``pytest.skip`` skips the test.
+    Raises one AssertionError with every rank's traceback when a rank raised, died or was not done after ``timeout``
+    seconds. A rank that calls ``pytest.skip`` skips the test.
     """
     pool = _Pool(world) if fresh else _pool(world)
     try:
@@ -277,9 +277,10 @@ def run(world, function, *args, timeout=60.0, fresh=False, **kwargs):
 def outcomes(world, function, *args, timeout=60.0, group=True, group_timeout=30.0, abandon=(), **kwargs):
     """As :func:`run` with ``fresh=True``, but returns what became of each rank:
 
-    ``("ok", result)``, ``("error", name of the exception's type, message, seconds, traceback)``, ``("died", signal, log)``
-    or ``("running", stack)`` for a rank that was not done after ``timeout`` seconds. Ranks in ``abandon`` (stopped, say) are
-    not waited for. Without ``group`` no process group is initialised; torchrun's environment is there.
+    ``("ok", result)``, ``("error", name of the exception's type, message, seconds, traceback)``,
+    ``("died", signal, log)``, or ``("running", stack)`` for a rank that was not done after ``timeout`` seconds. Ranks
+    in ``abandon`` (stopped, say) are not waited for. Without ``group`` no process group is initialised; torchrun's
+    environment is there.
     """
     pool = _Pool(world, group, group_timeout)
     try:
