@@ -53,6 +53,16 @@ static uint64_t hash_scales(const ss_engine *e)
     return hash;
 }
 
+static bool any_kept(const ss_engine *e)
+{
+    for (int32_t i = 0; i < e->layout.n_params; i++) {
+        if (e->params[i].kept) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static ss_code compose(ss_engine *e, const ss_close_request *request, ss_error *err)
 {
     header *h = (header *)e->message;
@@ -67,7 +77,6 @@ static ss_code compose(ss_engine *e, const ss_close_request *request, ss_error *
                   .n_params = e->layout.n_params,
                   .n_buckets = e->layout.n_buckets,
                   .sharded = e->sharded,
-                  .edits = e->edits,
                   .stepping = e->stepping};
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
@@ -87,9 +96,12 @@ static ss_code compose(ss_engine *e, const ss_close_request *request, ss_error *
         }
     }
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
-        buckets[b] |= e->buckets[b].launched ? BUCKET_LAUNCHED : 0;
+        if (e->buckets[b].launched) { /* reopened: all ranks take it through round two, so that its scales stay the same */
+            buckets[b] |= e->buckets[b].phase == SS_OPEN ? BUCKET_LAUNCHED | BUCKET_LATE : BUCKET_LAUNCHED;
+        }
     }
     h->scales = hash_scales(e); /* after reconciling, which may set scales */
+    h->edits = any_kept(e) ? e->edits : 0; /* those of gradients dropped since do not matter */
     return SS_OK;
 }
 

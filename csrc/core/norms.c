@@ -146,7 +146,8 @@ int ss_engine_norm(ss_engine *e, double order, int32_t i, double *norm)
         } else if (!isinf(order) && order != 0.0 && order != 1.0) {
             root = pow(root, 1.0 / order);
         }
-        *norm = p->state == SS_NONE ? 0.0 : order == 0.0 ? root : root * fabs(p->scale);
+        double scale = order == 0.0 ? p->scale != 0.0 : fabs(p->scale);
+        *norm = p->state == SS_NONE ? 0.0 : root * scale;
     }
     pthread_mutex_unlock(&e->lock);
     return known;

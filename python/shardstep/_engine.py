@@ -61,6 +61,9 @@ class Engine:
     ):
         self.closed = True
         self.stepping = False  # inside ShardedOptimizer.step
+        #: Sharded class form: the module whose buffers become rank 0's at the end of every step, where all ranks are. At a
+        #: forward, as torch DDP has it, a rank that skips one would make the others wait for ever.
+        self.buffers_of: nn.Module | None = None
         self.sharded = sharded
         self.debug = debug
         self.param_dtype = param_dtype
@@ -245,6 +248,20 @@ class Engine:
 
         return torch.utils._pytree.tree_map(cast, (args, kwargs))
 
+    def _guard_unfrozen(self) -> None:
+        """A parameter unfrozen since it was wrapped joins the layout at the next close. Until then its gradient is this
+        rank's alone, so it is guarded too: a norm or a clip of it closes the window first."""
+        reference = weakref.ref(self)
+        for i, parameter in enumerate(self.params):
+            if self.slots[i] is not None or i in self.joining or not parameter.requires_grad:
+                continue
+
+            def guard(p: torch.Tensor, i: int = i) -> None:
+                if p.grad is not None and not isinstance(p.grad, ShardedGradient):
+                    p.grad = ShardedGradient.over(p.grad.detach(), reference, i)
+
+            self.joining[i] = parameter.register_post_accumulate_grad_hook(guard)
+
     def after_forward(self, output: Any) -> None:
         """A backward from these outputs ends a round even when it reaches none of our parameters directly."""
         if not torch.is_grad_enabled():
@@ -254,16 +271,17 @@ class Engine:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 self.core.watch(leaf)
 
+    def broadcast_buffers_once(self, module: nn.Module) -> None:
+        """Replicated: as :meth:`broadcast_buffers`, at the first forward after a backward that synchronised."""
+        closes = self.core.stats()["closes"] if self.group.world > 1 else self._buffers_at
+        if closes != self._buffers_at:
+            self._buffers_at = closes
+            self.broadcast_buffers(module)
+
     def broadcast_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers become everyone's, at the first forward after a backward that synchronised. Collective."""
-        if self.group.world == 1:
-            return
-        closes = self.core.stats()["closes"]
-        if closes == self._buffers_at:
-            return
-        self._buffers_at = closes
+        """Rank 0's buffers become everyone's. Collective."""
         buffers = [b.detach() for b in module.buffers() if b.numel() > 0]
-        if buffers:
+        if buffers and self.group.world > 1:
             dist._broadcast_coalesced(self.group.process_group, buffers, 32 * 2**20, 0)
 
     # -- closing ------------------------------------------------------------------------------------------------------
@@ -308,7 +326,7 @@ class Engine:
         i = self.index_of(parameter)
         if not self.sharded:
             return parameter.grad
-        if self.slots[i] is None:
+        if self.slots[i] is None and not parameter.requires_grad:
             return None
         return self.close(AT_READ, WANT_FULL, 2.0, i)
 
@@ -329,6 +347,8 @@ class Engine:
 
     def note_step(self) -> None:
         self._unchecked = True
+        if self.buffers_of is not None:
+            self.broadcast_buffers(self.buffers_of)
         now = self.core.stats()
         self._last_step = {key: now[key] - self._last_totals[key] for key in now}
         self._last_totals = now

@@ -50,6 +50,9 @@ class ShardedGradient(torch.Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(2)
 
+    def __format__(self, specification: str) -> str:
+        return format(repr(self), specification)
+
     def __repr__(self, **_: Any) -> str:
         with Plain():
             return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, parameter={_label(self)})"
@@ -104,8 +107,7 @@ def _leaves(tree: Any) -> list:
 
 
 def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
-    order = 2.0 if order is None or order == "fro" else float(order)
-    value = _engine_of(guard).norm(guard._index, order)
+    value = _engine_of(guard).norm(guard._index, float(order))
     with Plain():
         return torch.tensor(value, dtype=guard.dtype)
 
@@ -114,17 +116,19 @@ def _vector_norm(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
     guard, rest = args[0], list(args[1:])
     if not isinstance(guard, ShardedGradient):
         return _read(func, args, kwargs)
-    order = rest.pop(0) if rest else kwargs.get("ord", kwargs.get("p", 2))
-    others = [v for v in rest if v not in (None, False)]
-    others += [v for k, v in kwargs.items() if k not in ("ord", "p") and v not in (None, False)]
-    if others:
+    order = rest.pop(0) if rest else kwargs.get("ord", kwargs.get("p"))
+    others = rest + [value for key, value in kwargs.items() if key not in ("ord", "p")]
+    if any(value is not None and value is not False for value in others):
         return _read(func, args, kwargs)
+    if order is None or (order == "fro" and (func is not torch.linalg.norm or guard.dim() == 2)):
+        order = 2.0
+    elif not isinstance(order, (int, float)) or (func is torch.linalg.norm and guard.dim() > 1):
+        return _read(func, args, kwargs)  # linalg.norm takes a matrix' own norm when it is given an order
     return _norm_value(guard, order)
 
 
 def _foreach_norm(func: Callable, args: tuple, kwargs: dict) -> "tuple[torch.Tensor, ...]":
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    dtype = kwargs.get("dtype")
+    order, dtype = args[1] if len(args) > 1 else kwargs.get("ord", 2), kwargs.get("dtype")
     norms = [
         _norm_value(g, order) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order) for g in args[0]
     ]
