@@ -102,15 +102,10 @@ def synchronise_only(model, last_micro_batch: bool):
 
 
 def cosine_schedule(optimizer, steps: int):
-    warm_up = max(1, steps // 20)
-    return SequentialLR(
-        optimizer,
-        [
-            LinearLR(optimizer, start_factor=0.1, total_iters=warm_up),
-            CosineAnnealingLR(optimizer, T_max=max(1, steps - warm_up), eta_min=optimizer.param_groups[0]["lr"] / 20),
-        ],
-        milestones=[warm_up],
-    )
+    warm_up = max(1, min(30, steps // 4))
+    rise = LinearLR(optimizer, start_factor=0.1, total_iters=warm_up)
+    fall = CosineAnnealingLR(optimizer, T_max=max(1, steps - warm_up))
+    return SequentialLR(optimizer, [rise, fall], milestones=[warm_up])
 
 
 class Batches:
