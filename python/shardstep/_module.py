@@ -100,7 +100,7 @@ class WrappedModule(Synchronised):
         return _plain_copy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(self).__reduce_ex__(protocol)
+        return _as_plain(self).__reduce_ex__(1)  # later protocols insist on the class of self
 
 
 def _original(cls: type) -> type:

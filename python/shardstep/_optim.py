@@ -198,10 +198,9 @@ class TorchRule:
         for i, shard in self.shards.items():
             shard.grad = None
         for i in stepped:
+            core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
             if i in self.shards:
-                core.materialise(i)
-                gradient = self.engine.slots[i]["piece_grad"]
-                self.shards[i].grad = gradient
+                self.shards[i].grad = self.engine.slots[i]["piece_grad"]
         outer = self.owner.param_groups
         inner = [
             {**group, "params": [self.shards[i] for p in group["params"] if (i := self.engine.index.get(id(p))) in self.shards]}
