@@ -17,8 +17,7 @@ WIRE = ["csrc/transport/shm_connect.c", "csrc/transport/shm_wire.c"]
 THREADS = ["tests/c/stress_shm.c", "tests/c/thread_wire.c", *PROTOCOL]
 PROCESSES = ["tests/c/test_shm_processes.c", *WIRE, *PROTOCOL]
 
-# Instrumented code hides the lengths of strings from GCC, whose warning then fires on deliberate truncation.
-SANITIZED = ("-O1", "-g", "-Wno-format-truncation")
+SANITIZED = ("-O1", "-g")
 THREAD_SANITIZER = (*SANITIZED, "-fsanitize=thread")
 ADDRESS_SANITIZER = (*SANITIZED, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

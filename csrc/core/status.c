@@ -38,13 +38,13 @@ void ss_error_prefix(ss_error *err, const char *format, ...)
     if (err == NULL) {
         return;
     }
-    char old[sizeof err->message];
-    memcpy(old, err->message, sizeof old);
+    char whole[2 * sizeof err->message]; /* cut to size only at the end */
     va_list args;
     va_start(args, format);
-    int used = vsnprintf(err->message, sizeof err->message, format, args);
+    int used = vsnprintf(whole, sizeof err->message, format, args);
     va_end(args);
-    if (used >= 0 && (size_t)used < sizeof err->message) {
-        snprintf(err->message + used, sizeof err->message - (size_t)used, ": %s", old);
-    }
+    size_t at = used < 0 ? 0 : (size_t)used < sizeof err->message ? (size_t)used : sizeof err->message - 1;
+    snprintf(whole + at, sizeof whole - at, ": %s", err->message);
+    memcpy(err->message, whole, sizeof err->message - 1);
+    err->message[sizeof err->message - 1] = '\0';
 }
