@@ -237,13 +237,13 @@ static void combine(ss_engine *e, int32_t b)
 {
     ss_bucket *bucket = &e->buckets[b];
     double scale = 1.0 / e->divide_factor;
-    bool materialise = all_bits(e, b) & BUCKET_LATE;
+    bool late = all_bits(e, b) & BUCKET_LATE, materialise = late;
     SS_EACH_MEMBER(e, b, i) {
         materialise |= (e->verdict[i] & VERDICT_KEPT) != 0;
     }
     SS_EACH_MEMBER(e, b, i) {
         ss_param *p = &e->params[i];
-        if (e->verdict[i] & VERDICT_DISCARD) {
+        if ((e->verdict[i] & VERDICT_DISCARD) && !late) { /* else round two has sorted it out */
             ss_piece_zero(e, i, false);
             bucket->norms_ready = false;
         }
@@ -393,7 +393,7 @@ static void begin_round(ss_engine *e)
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
         ss_bucket *bucket = &e->buckets[b];
         bucket->launched = false;
-        bucket->n_arrived = 0;
+        bucket->n_arrived = bucket->adding = 0;
         free(bucket->carry);
         bucket->carry = NULL;
     }
@@ -467,8 +467,7 @@ static ss_code settle_abort(ss_engine *e, ss_error *err)
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         if (e->layout.placements[i].bucket >= 0) {
             e->framework.unbind(e->framework.ctx, i);
-            e->params[i].state = SS_NONE;
-            e->params[i].kept = false;
+            ss_window_drop(e, i);
         }
     }
     e->norms_valid = false;

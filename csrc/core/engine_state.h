@@ -15,7 +15,7 @@
  *   ZERO     bound, the local gradient of this round is zero, whatever the memory holds (see also `carried`)
  *   LOCAL    bound, the memory holds the local gradient of this round
  *   SENT     bound, the bucket is launched and the memory is in flight
- *   BESIDE   the bucket is launched and still in flight; .grad is a tensor of its own with what came late
+ *   BESIDE   bound, as SENT, and what came late is kept beside (a user who scales or reads .grad must meet the guard)
  *   HELD     bound, the bucket is closed: my piece holds the reduced gradient, to be multiplied by `scale`
  */
 typedef enum { SS_NONE, SS_PHANTOM, SS_ZERO, SS_LOCAL, SS_SENT, SS_BESIDE, SS_HELD } ss_param_state;
@@ -33,6 +33,7 @@ typedef struct {
     uint8_t state;
     bool sent;     /* this round carried a local gradient of it ... */
     bool stale;    /* ... which the user has dropped since */
+    bool handing;  /* between the hooks of an accumulation: .grad was unbound by us, autograd hands the gradient over */
     bool carried;  /* my piece of the bucket's carry counts for it */
     bool kept;     /* it was held at the last close, and nobody dropped it here since */
     bool arrived;  /* a gradient came in this backward */
@@ -49,6 +50,7 @@ typedef struct {
     bool published;
     uint8_t defer;   /* 0: launch with the last expected gradient; 1: at the end of backward; 2: at the close */
     int32_t n_expected, n_arrived;
+    int32_t adding;  /* accumulations under way: another thread's backward must not launch the bucket now */
     uint64_t late_backward;  /* backward counter when it was launched, to tell the two kinds of lateness apart */
     char *grad, *param;      /* this rank's planes */
     void *carry;             /* my segment of gradient kept from before this round, in final units; or NULL */

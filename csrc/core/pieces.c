@@ -8,13 +8,13 @@ static bool is_f64(const ss_engine *e, int32_t i) { return e->params[i].spec.gra
 void ss_piece_scale(ss_engine *e, int32_t i)
 {
     ss_param *p = &e->params[i];
-    if (p->scale == 1.0 || p->piece.numel == 0) {
-        p->scale = 1.0;
+    if (p->scale == 1.0) {
         return;
     }
-    if (is_f64(e, i)) {
+    /* Ranks must agree on whether norms are known, so this does not depend on what this one owns. */
+    if (p->piece.numel > 0 && is_f64(e, i)) {
         e->kernels->scale_f64(ss_piece_grad(e, i), p->scale, p->piece.numel);
-    } else {
+    } else if (p->piece.numel > 0) {
         e->kernels->scale_f32(ss_piece_grad(e, i), (float)p->scale, p->piece.numel);
     }
     p->scale = 1.0;

@@ -19,8 +19,12 @@ void ss_window_drop(ss_engine *e, int32_t i)
     if (p->sent) {
         p->stale = true;
     }
+    if (p->state == SS_BESIDE) {
+        e->framework.drop_beside(e->framework.ctx, i);
+    }
     p->carried = false;
     p->kept = false;
+    p->handing = false;
     p->state = SS_NONE;
 }
 
@@ -31,7 +35,8 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
     ss_param *p = &e->params[i];
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
     if (kind == SS_GRAD_BOUND) {
-        if (p->state == SS_NONE || p->state == SS_BESIDE) {
+        p->handing = false;
+        if (p->state == SS_NONE) {
             return ss_fail(err, SS_ERR_USAGE,
                            "the gradient of parameter '%s' was set to a tensor kept from an earlier window, whose content "
                            "is gone; assign a copy of the values you need instead", p->name);
@@ -39,13 +44,14 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
         return SS_OK;
     }
     if (kind == SS_GRAD_NONE) {
-        if (p->state != SS_NONE) {
+        if (p->state != SS_NONE && !p->handing) {
             ss_window_drop(e, i);
         }
         return SS_OK;
     }
-    if (p->state == SS_BESIDE) {
-        return SS_OK;
+    if (p->handing) { /* a close from a hook of the user's that runs inside the accumulation */
+        p->handing = false;
+        return absorb(e, i, err);
     }
     if (closing && p->state == SS_HELD && e->buckets[e->layout.placements[i].bucket].phase == SS_CLOSED) {
         if (p->piece.numel > 0) {
@@ -53,6 +59,7 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
                                            err));
         }
         p->scale = 1.0;
+        e->edits++;
         e->norms_valid = false;
         e->buckets[e->layout.placements[i].bucket].norms_ready = false;
         e->framework.bind(e->framework.ctx, i);
@@ -140,8 +147,7 @@ ss_code ss_window_reopen_launched(ss_engine *e, int32_t b, ss_error *err)
         if (p->state == SS_SENT) {
             p->state = SS_ZERO;
         } else if (p->state == SS_BESIDE) {
-            SS_TRY(e->framework.fold(e->framework.ctx, i, err));
-            e->framework.bind(e->framework.ctx, i);
+            SS_TRY(e->framework.fold_beside(e->framework.ctx, i, err));
             p->state = SS_LOCAL;
         }
     }
@@ -161,23 +167,21 @@ static ss_code absorb(ss_engine *e, int32_t i, ss_error *err)
     ss_param *p = &e->params[i];
     int32_t b = e->layout.placements[i].bucket;
     ss_bucket *bucket = &e->buckets[b];
-    if (bucket->phase == SS_CLOSED) {
-        SS_TRY(ss_window_reopen_closed(e, b, err));
-    } else if (bucket->phase == SS_LAUNCHED) {
+    if (bucket->phase == SS_LAUNCHED && p->state != SS_BESIDE) {
         SS_TRY(try_reopen(e, b, err));
     }
-    if (bucket->phase == SS_OPEN) {
-        if (p->state != SS_LOCAL) { /* reopening may have folded it already */
-            SS_TRY(e->framework.fold(e->framework.ctx, i, err));
-            e->framework.bind(e->framework.ctx, i);
-            p->state = SS_LOCAL;
-        }
-        return SS_OK;
-    }
-    if (p->state != SS_BESIDE) {
-        SS_TRY(e->framework.set_beside(e->framework.ctx, i, err));
+    if (bucket->phase == SS_LAUNCHED) {
+        SS_TRY(e->framework.add_beside(e->framework.ctx, i, err));
+        e->framework.bind(e->framework.ctx, i);
         p->state = SS_BESIDE;
+        return try_reopen(e, b, err);
     }
+    if (bucket->phase == SS_CLOSED) {
+        SS_TRY(ss_window_reopen_closed(e, b, err));
+    }
+    SS_TRY(e->framework.fold(e->framework.ctx, i, err));
+    e->framework.bind(e->framework.ctx, i);
+    p->state = SS_LOCAL;
     return SS_OK;
 }
 
@@ -197,6 +201,8 @@ ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
         }
         if (contributes) {
             memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0, (size_t)p->spec.numel * element);
+        } else { /* when no rank contributes, the transport leaves my segment as it is: that must be a sum of zeros */
+            ss_piece_zero(e, i, false);
         }
         if (p->state == SS_ZERO) {
             p->state = SS_SENT;
@@ -222,7 +228,7 @@ static ss_code launch_ready(ss_engine *e, int32_t only, bool at_end, ss_error *e
         if (!bucket->launched) {
             bool complete = bucket->defer == 0 && bucket->n_expected > 0 && bucket->n_arrived >= bucket->n_expected;
             bool due = complete || (at_end && bucket->defer < 2);
-            if (due && bucket->phase == SS_OPEN) {
+            if (due && bucket->phase == SS_OPEN && bucket->adding == 0) {
                 SS_TRY(ss_window_launch(e, b, err));
                 if (at_end) {
                     e->stats.launched_at_end++;
@@ -256,21 +262,26 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
     ss_param *p = &e->params[i];
     int32_t b = e->layout.placements[i].bucket;
     SS_TRY(ss_window_reconcile(e, i, false, err));
+    e->buckets[b].adding++;
     switch ((ss_param_state)p->state) {
     case SS_NONE:
     case SS_LOCAL:
-    case SS_BESIDE:
         return SS_OK;
     case SS_HELD:
         SS_TRY(ss_window_reopen_closed(e, b, err));
         break;
     case SS_SENT:
+    case SS_BESIDE:
         SS_TRY(try_reopen(e, b, err));
+        if (p->state == SS_LOCAL) {
+            return SS_OK;
+        }
         break;
     case SS_PHANTOM:
     case SS_ZERO:
         break;
     }
+    p->handing = true;
     /* The memory behind .grad has no value of this round: without a .grad autograd hands the gradient over, and the
        post-hook writes it. That saves the pass that would zero the slot and the pass that would add. */
     e->framework.unbind(e->framework.ctx, i);
@@ -283,14 +294,13 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     int32_t b = e->layout.placements[i].bucket;
     ss_bucket *bucket = &e->buckets[b];
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
-    if (kind == SS_GRAD_NONE) {
-        return SS_OK;
+    p->handing = false;
+    bucket->adding -= bucket->adding > 0;
+    e->aborted_by_peer = false; /* a new window has begun */
+    if (kind == SS_GRAD_NONE) { /* a hook of the user's took it */
+        return ss_window_reconcile(e, i, false, err);
     }
-    if (kind == SS_GRAD_OTHER) {
-        /* create_graph adds out of place; what it made holds all of the slot's gradient. */
-        if (p->state == SS_LOCAL) {
-            p->state = SS_ZERO;
-        }
+    if (kind == SS_GRAD_OTHER) { /* handed over; or made by create_graph, out of place, from all that the slot held */
         SS_TRY(absorb(e, i, err));
     }
     if (bucket->launched) {
@@ -379,7 +389,7 @@ ss_code ss_engine_zero(ss_engine *e, int32_t i, ss_error *err)
     ss_param *p = &e->params[i];
     if (code == SS_OK && p->state != SS_NONE && p->state != SS_PHANTOM) {
         int32_t b = e->layout.placements[i].bucket;
-        bool in_flight = p->state == SS_SENT;
+        bool in_flight = p->state == SS_SENT || p->state == SS_BESIDE;
         if (p->state == SS_HELD) { /* the bucket may be stepped as it is, so the value must be there */
             ss_piece_zero(e, i, false);
             e->buckets[b].norms_ready = false;

@@ -65,10 +65,18 @@ void end_of_task(const LinkPtr& link, int task)
     }
 }
 
+// Is this torch.autograd.grad, which adds to no .grad? A rank may well call it alone.
+bool only_captures()
+{
+    const auto* execution = ag::get_current_graph_task_exec_info();
+    return execution != nullptr && std::any_of(execution->begin(), execution->end(),
+                                               [](const auto& item) { return item.second.captures_ != nullptr; });
+}
+
 void queue_end(const LinkPtr& link)
 {
     int task = ag::get_current_graph_task_id();
-    if (task == -1 || task == link->last_task) {
+    if (task == -1 || task == link->last_task || only_captures()) {
         return;
     }
     {
@@ -119,6 +127,7 @@ struct After final : ag::FunctionPostHook {
 struct Param {
     at::Tensor variable;
     at::Tensor bound, slot;  // undefined until attached
+    at::Tensor beside;       // gradient that came while the slot was in flight
     NodePtr node;            // keeps our hooks alive: a tensor holds its AccumulateGrad weakly
     uintptr_t post_hook = 0;
     const void* data = nullptr;
@@ -215,15 +224,30 @@ ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst
     });
 }
 
-ss_code set_beside(void* ctx, int32_t i, ss_error* err)
+ss_code add_beside(void* ctx, int32_t i, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
     return guarded(err, [&] {
-        at::Tensor beside = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-        copy_gradient(beside, p.variable.grad());
-        p.variable.mutable_grad() = beside;
+        at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
+        copy_gradient(late, p.variable.grad());
+        if (p.beside.defined()) {
+            at::NoGradGuard no_grad;
+            p.beside.add_(late);
+        } else {
+            p.beside = late;
+        }
     });
 }
+
+ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    ss_code code = guarded(err, [&] { copy_gradient(p.slot, p.beside); });
+    p.beside.reset();
+    return code;
+}
+
+void drop_beside(void* ctx, int32_t i) { at_ctx(ctx, i).beside.reset(); }
 
 at::ScalarType scalar_type(ss_dtype dtype)
 {
@@ -299,7 +323,8 @@ void ss_shim_destroy(ss_shim* shim)
 
 ss_framework ss_shim_framework(ss_shim* shim)
 {
-    return ss_framework{shim, kind, wants_place, bind, unbind, fold, fold_piece, set_beside, written};
+    return ss_framework{shim,       kind,        wants_place, bind, unbind, fold, fold_piece,
+                        add_beside, fold_beside, drop_beside, written};
 }
 
 int ss_shim_interrupted(void*)
