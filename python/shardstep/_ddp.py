@@ -85,8 +85,8 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine
         args, kwargs = engine.before_forward(args, kwargs)
-        if self.broadcast_buffers and engine.core.sync and torch.is_grad_enabled():
-            engine.broadcast_buffers(self.module)
+        if self.broadcast_buffers and not engine.sharded and engine.core.sync and torch.is_grad_enabled():
+            engine.broadcast_buffers_once(self.module)
         output = self.module(*args, **kwargs)
         engine.after_forward(output)
         return output
@@ -103,6 +103,9 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         engine = Engine(self.module, sharded=True, init_sync=False, **settings)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        if self.broadcast_buffers:
+            engine.broadcast_buffers(self.module)
+            engine.buffers_of = self.module
         self.__dict__[ENGINE] = engine
         return engine
 

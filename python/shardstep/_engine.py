@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardstep import _C
 from shardstep._errors import MismatchError, UsageError
 from shardstep._gradient import ShardedGradient
-from shardstep._groups import Group, open_transport, seconds
+from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
@@ -68,18 +68,29 @@ class Engine:
         self.debug = debug
         self.param_dtype = param_dtype
         self.group = Group(process_group)
+        try:
+            ignored_params = list(ignored_params or ())
+        except TypeError:
+            raise UsageError(f"ignored_params must be parameters of the model, not {ignored_params!r}") from None
         self.settings = dict(
             process_group=process_group, transport=transport, param_dtype=param_dtype, bucket_cap_mb=bucket_cap_mb,
             accumulate=accumulate, timeout=timeout, ignored_params=ignored_params, debug=debug,
         )
-        bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb)
-        if not (isinstance(accumulate, int) and accumulate >= 1):
-            raise UsageError(f"accumulate must be an integer of at least 1, not {accumulate!r}")
-        if param_dtype is not None and param_dtype not in (*LOW, torch.float32):
-            raise UsageError(f"param_dtype must be torch.bfloat16, torch.float16 or torch.float32, not {param_dtype}")
-
-        self._collect(module, ignored_params)
-        self.group.require_equal(self._describe(module, bucket_mb), "models or settings")
+        refused, timeout_seconds = None, 0.0
+        try:
+            bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb)
+            timeout_seconds = seconds(timeout)
+            self._check_options()
+            self._collect(module, ignored_params)
+            description = self._describe(module, bucket_mb)
+        except UsageError as error:  # the others must not wait for this rank
+            refused, description = error, [("refused", str(error))]
+        try:
+            self.group.require_equal(description, "models or settings")
+        except MismatchError as mismatch:
+            raise (refused or mismatch) from None
+        if refused is not None:
+            raise refused
         if init_sync:
             _broadcast_from_rank_0(module, self.group, self.ignored)
         self.core = _C.Engine(
@@ -87,7 +98,7 @@ class Engine:
             names=self.names,
             param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
             grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
-            transport=open_transport(transport, self.group, seconds(timeout)),
+            transport=open_transport(transport, self.group, timeout_seconds),
             bucket_bytes=int(bucket_mb * 2**20),
             sharded=sharded,
             accumulate=accumulate,
@@ -96,6 +107,8 @@ class Engine:
         self.n_buckets = 0
         self.slots: list[dict[str, Any] | None] = [None] * len(self.params)
         self.guards: list[torch.Tensor | None] = [None] * len(self.params)
+        self._unplaced = list(range(len(self.params)))
+        self.joining: dict[int, Any] = {}  # parameters unfrozen since, not placed yet: handles of the hooks that guard them
         self._unchecked = True
         self._buffers_at = 0
         self._optimizers: list[weakref.ref] = []
@@ -113,8 +126,19 @@ class Engine:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor] | None") -> None:
-        self.ignored = {id(p) for p in ignored or ()}
+    def _check_options(self) -> None:
+        transport, accumulate, param_dtype = (self.settings[key] for key in ("transport", "accumulate", "param_dtype"))
+        if transport not in TRANSPORTS:
+            raise UsageError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise UsageError(f"accumulate must be an integer of at least 1, not {accumulate!r}")
+        if param_dtype is not None and param_dtype not in (*LOW, torch.float32):
+            raise UsageError(f"param_dtype must be torch.bfloat16, torch.float16 or torch.float32, not {param_dtype}")
+        if not all(isinstance(p, torch.Tensor) for p in self.settings["ignored_params"]):
+            raise UsageError("ignored_params must be parameters of the model")
+
+    def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor]") -> None:
+        self.ignored = {id(p) for p in ignored}
         self.names: list[str] = []
         self.params: list[nn.Parameter] = []
         meta = []
@@ -145,13 +169,31 @@ class Engine:
             )
         _refuse_overlaps(self.names, self.params)
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        #: every place where a module registers one of our parameters, to notice replacements
-        self._registrations = [
-            (submodule._parameters, name, parameter, (prefix + "." if prefix else "") + name)
-            for prefix, submodule in module.named_modules(remove_duplicate=True)
-            for name, parameter in submodule._parameters.items()
-            if parameter is not None and id(parameter) in self.index
-        ]
+        self._module = weakref.ref(module)
+        self._register()
+
+    def _register(self) -> None:
+        """Notes every place where a module holds one of our parameters, and every submodule on the way there, to notice
+        replacements cheaply. Raises when one of them is gone."""
+        module = self._module()
+        places: list[tuple[dict, str, Any]] = []
+        found: set[int] = set()
+
+        def visit(part: nn.Module) -> bool:
+            ours = [(part._parameters, key, p) for key, p in part._parameters.items() if id(p) in self.index]
+            found.update(id(p) for _, _, p in ours)
+            below = [(part._modules, key, m) for key, m in part._modules.items() if m is not None and visit(m)]
+            places.extend(ours + below)
+            return bool(ours or below)
+
+        visit(module)
+        gone = [name for name, p in zip(self.names, self.params) if id(p) not in found]
+        if gone:
+            raise UsageError(
+                f"parameter {gone[0]!r} was replaced or removed after wrapping, so its gradients are no longer synchronised; "
+                "copy into the existing parameter (parameter.data.copy_), or unwrap(), change the model and wrap it again"
+            )
+        self._registrations = places
 
     def _describe(self, module: nn.Module, bucket_mb: float) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
@@ -195,15 +237,14 @@ class Engine:
             bound = ShardedGradient.over(slot["grad"], reference, i) if self.sharded else slot["grad"]
             self.guards[i] = bound
             self.core.attach(i, bound, slot["grad"])
+            if i in self.joining:
+                self.joining.pop(i).remove()
+        self._unplaced = [i for i, slot in enumerate(self.slots) if slot is None]
 
     def check(self) -> None:
         """Raises when a parameter was replaced, cast or moved since it was wrapped."""
-        for owner, key, parameter, name in self._registrations:
-            if owner.get(key) is not parameter:
-                raise UsageError(
-                    f"parameter {name!r} was replaced after wrapping, so its gradients are no longer synchronised; "
-                    "copy into the existing parameter (parameter.data.copy_), or unwrap(), replace it and wrap again"
-                )
+        if any(owner.get(key) is not member for owner, key, member in self._registrations):
+            self._register()
         i = self.core.moved(self.sharded)
         if i >= 0:
             parameter = self.params[i]
@@ -239,6 +280,8 @@ class Engine:
         if self._unchecked:
             self.check()
             self._unchecked = False
+        if self._unplaced and self.sharded and torch.is_grad_enabled():
+            self._guard_unfrozen()
         if self.param_dtype is None:
             return args, kwargs
 
@@ -252,8 +295,9 @@ class Engine:
         """A parameter unfrozen since it was wrapped joins the layout at the next close. Until then its gradient is this
         rank's alone, so it is guarded too: a norm or a clip of it closes the window first."""
         reference = weakref.ref(self)
-        for i, parameter in enumerate(self.params):
-            if self.slots[i] is not None or i in self.joining or not parameter.requires_grad:
+        for i in self._unplaced:
+            parameter = self.params[i]
+            if i in self.joining or not parameter.requires_grad:
                 continue
 
             def guard(p: torch.Tensor, i: int = i) -> None:
@@ -375,6 +419,9 @@ class Engine:
         self.core.close_down()
         for parameter in self.params:
             OWNERS.pop(parameter, None)
+        for hook in self.joining.values():
+            hook.remove()
+        self.joining.clear()
 
 
 def _with_wire(counters: "dict[str, Any]") -> "dict[str, Any]":
@@ -385,7 +432,7 @@ def _with_wire(counters: "dict[str, Any]") -> "dict[str, Any]":
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**40:
         raise UsageError(f"{name} must be a positive number, not {value!r}")
     return float(value)
 

@@ -113,6 +113,7 @@ def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
 
 
 def _vector_norm(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Norms over all elements; those of matrices, along dimensions or in another dtype are reads like any other."""
     guard, rest = args[0], list(args[1:])
     if not isinstance(guard, ShardedGradient):
         return _read(func, args, kwargs)
@@ -193,7 +194,12 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _zero(func: Callable, args: tuple, kwargs: dict) -> Any:
-    _engine_of(args[0]).core.zero(args[0]._index)
+    engine, index = _engine_of(args[0]), args[0]._index
+    if engine.slots[index] is None:  # not in the layout yet: memory of its own
+        with Plain():
+            func(args[0])
+    else:
+        engine.core.zero(index)
     return args[0]
 
 

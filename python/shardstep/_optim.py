@@ -51,6 +51,7 @@ class FusedRule:
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
         group = self.owner.param_groups[group_index]
         self.groups[i] = group_index
+        self._addresses = None
         parameter = self.engine.params[i]
         state = self.owner.state[parameter]
         for name in self._names(group):
@@ -398,7 +399,7 @@ class ShardedOptimizer(Optimizer):
 def _refuse(optimizer: Optimizer, elementwise: bool) -> None:
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"expected a torch.optim.Optimizer, not {name}")
+        raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
     for refused, reason in REFUSED.items():
         base = getattr(torch.optim, refused, None)
         if base is not None and isinstance(optimizer, base):
