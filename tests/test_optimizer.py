@@ -1,9 +1,9 @@
 """The sharded optimizer is a torch optimizer: groups, schedulers, closures, state, and what it refuses."""
 
-import contextlib
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import ranks
@@ -121,6 +121,7 @@ SCHEDULERS = {
 
 
 def scheduler_scenario(model, attach, loss, kind, name, built_first):
+    warnings.simplefilter("error")  # torch warns when a scheduler steps before its optimizer
     optimizer = KINDS[kind](model.parameters())
     if built_first:
         scheduler = SCHEDULERS[name](optimizer)
@@ -150,6 +151,31 @@ def test_scheduler_built_before_wrapping_drives_the_sharded_optimizer(name):
     for got, expected in ranks.run(2, both, scheduler_scenario, "adamw", name, True):
         assert got == expected
         assert len({str(seen) for seen in got}) > 2
+
+
+EDITS = {
+    "momentum on": (torch.optim.SGD, dict(lr=0.02, dampening=0.5), [(3, dict(momentum=0.9))]),
+    "momentum off and on": (
+        torch.optim.SGD, dict(lr=0.02, momentum=0.9), [(3, dict(momentum=0.0)), (6, dict(momentum=0.9))]
+    ),
+    "nesterov": (torch.optim.SGD, dict(lr=0.02, momentum=0.9), [(3, dict(nesterov=True))]),
+    "weight decay": (torch.optim.Adam, dict(lr=1e-3), [(3, dict(weight_decay=0.1))]),
+    "maximize": (torch.optim.AdamW, dict(lr=1e-3), [(3, dict(maximize=True)), (5, dict(maximize=False))]),
+    "eps and betas": (torch.optim.AdamW, dict(lr=1e-3), [(3, dict(eps=1e-2, betas=(0.5, 0.9)))]),
+}
+
+
+def edits_scenario(model, attach, loss, name):
+    cls, options, edits = EDITS[name]
+    model, optimizer = attach(model, cls(model.parameters(), **options))
+    train(model, optimizer, loss, after=lambda step: [
+        optimizer.param_groups[0].update(change) for at, change in edits if at == step
+    ])
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_options_edited_between_steps_act_from_the_next_step(name):
+    ranks.run(2, both, edits_scenario, name)
 
 
 def tensor_lr_scenario(model, attach, loss, kind):
@@ -427,6 +453,31 @@ def test_model_state_and_copies_are_those_of_a_plain_module(world, replicated):
     ranks.run(world, model_state, replicated)
 
 
+# -- layers that come later ---------------------------------------------------------------------------------------
+
+
+def unfrozen_scenario(model, attach, loss, kind):
+    """B55."""
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    optimizer = KINDS[kind](p for p in model.parameters() if p.requires_grad)
+    model, optimizer = attach(model, optimizer)
+    train(model, optimizer, loss, range(3))
+    for p in model[0].parameters():
+        p.requires_grad_(True)
+    optimizer.add_param_group(dict(params=list(model[0].parameters()), lr=2e-3))
+    train(model, optimizer, loss, range(3, STEPS))
+    return [len(optimizer.state[p]) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_layer_unfrozen_and_added_after_some_steps_trains_with_state_of_its_own(world, kind):
+    results = ranks.run(world, both, unfrozen_scenario, kind)
+    sizes = [max(of_ranks) for of_ranks in zip(*(got for got, _ in results), strict=True)]  # some own no piece of a bias
+    assert sizes == results[0][1]
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +569,25 @@ def test_optimizers_of_other_models_are_refused():
     ranks.run(2, foreign_parameters)
 
 
+def joins(rank, world):
+    shardstep.init()
+    assert torch.distributed.is_initialized()
+    return both(rank, world, closure_scenario)[0][0]
+
+
+def test_init_joins_the_ranks_that_torchrun_has_started():
+    for outcome in ranks.outcomes(2, joins, group=False):
+        assert outcome[:2] == ("ok", [True] * STEPS), outcome
+
+
+def test_a_process_without_a_group_trains_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    shardstep.init()
+    assert not torch.distributed.is_initialized()
+    both(0, 1, closure_scenario)
+
+
 # -- GradScaler ---------------------------------------------------------------------------------------------------
 
 
@@ -580,6 +650,26 @@ def test_overflow_in_another_ranks_segment_skips_the_step_on_all(element):
 # -- hooks --------------------------------------------------------------------------------------------------------
 
 
+def state_dict_hooks(rank, world):
+    model = network()
+    model, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    seen = []
+
+    def halve(o, state_dict):
+        seen.append("before")
+        groups = [{**group, "lr": group["lr"] / 2} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.param_groups[0]["lr"]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return seen
+
+
+def test_hooks_on_loading_state_run_as_in_torch():
+    assert ranks.run(2, state_dict_hooks) == [["before", 0.05]] * 2
+
+
 def hooks(rank, world):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -587,8 +677,7 @@ def hooks(rank, world):
     optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("before", type(o).__name__)))
     model, optimizer = wrap(model, optimizer)
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("after", type(o).__name__)))
-    with contextlib.suppress(StopIteration):
-        train(model, optimizer, lambda model, step: loss_of(model, step, rank, world), range(2))
+    train(model, optimizer, lambda model, step: loss_of(model, step, rank, world), range(2))
     return seen
 
 

@@ -119,8 +119,14 @@ class FusedRule:
         for parameter in group["params"]:
             i = self.engine.index.get(id(parameter))
             if i is not None and self.groups[i] >= 0:
+                state = self.owner.state[parameter]
                 for name in names:
-                    self.owner.state[parameter].setdefault(name, self._view(name, i))
+                    view = self._view(name, i)
+                    if name not in state:
+                        state[name] = view if self.kind == ADAM else None
+                        if self.kind == SGD:  # its next step fills the buffer, undampened, as a first step does
+                            self.steps[i] = 0.0
+                            self._unset.add(i)
         self._made[index] = names
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
@@ -336,6 +342,7 @@ class ShardedOptimizer(Optimizer):
             engine.stepping = False
         engine.core.gather()
         engine.note_step()
+        self.wrapped._opt_called = True  # for schedulers that were built on it
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -373,6 +380,9 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
         """Loads what :meth:`state_dict` gave at the same world size, or a state_dict of the unsharded optimizer."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
         if len(groups) != len(saved_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")
@@ -390,6 +400,8 @@ class ShardedOptimizer(Optimizer):
                 if master is not None and slot["piece_master"] is not None:
                     slot["piece_master"].copy_(piece_of(master, i, self.engine))
                 self._rule.load(i, state)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
