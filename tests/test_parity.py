@@ -52,9 +52,9 @@ OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, dict(lr=1e-3), {}),
     "adamw_amsgrad": (torch.optim.AdamW, dict(lr=1e-3, weight_decay=0.1, amsgrad=True), {}),
     "adamw_maximize": (torch.optim.AdamW, dict(lr=1e-3, betas=(0.8, 0.95), maximize=True), {}),
-    "adagrad": (torch.optim.Adagrad, dict(lr=1e-2, lr_decay=0.01, weight_decay=0.01), {}),
+    "adagrad": (torch.optim.Adagrad, dict(lr=1e-2, lr_decay=0.01, weight_decay=0.01, fused=True), {}),
     "adadelta": (torch.optim.Adadelta, dict(lr=1.0), {}),
-    "adamax": (torch.optim.Adamax, dict(lr=1e-3), {}),
+    "adamax": (torch.optim.Adamax, dict(lr=1e-3, foreach=True), {}),
     "nadam": (torch.optim.NAdam, dict(lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True), {}),
     "radam": (torch.optim.RAdam, dict(lr=1e-3), {}),
     "rmsprop": (torch.optim.RMSprop, dict(lr=1e-3, alpha=0.9, momentum=0.5, centered=True, eps=1e-4), {}),
@@ -282,6 +282,83 @@ def test_adam_in_c_is_torch_fused(name):
                 assert_equal_bits([p], [q], f"step {step}")
             scale = torch.maximum(q.abs(), (q - before).abs())
             assert bool(((p - q).abs() <= 2 * EPSILON * scale).all()), step
+
+
+def same_gradient_everywhere(rank, world, name):
+    """Gradients and their sums are exact in FP32, so that nothing but the update can round."""
+    cls, options, arguments = OPTIMIZERS[name]
+    torch.manual_seed(3)
+    model = nn.ParameterList([nn.Parameter(torch.randn(size)) for size in [(5003,), (64, 33), (), (7,), (129,)]])
+    optimizer = cls(model.parameters(), **options)
+    model, optimizer = shardstep.wrap(model, optimizer, transport="shm", bucket_cap_mb=0.01, **arguments)
+    model.set_gradient_divide_factor(1.0)
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        for p in model:
+            gradient = torch.randint(-64, 64, p.shape, generator=generator) / 8
+            (p * (gradient if rank == step % world else -0.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    result = [p.detach().clone() for p in model]
+    model.unwrap()
+    return result
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad", "adam_decay_amsgrad", "sgd_nesterov_decay", "torch_sgd"])
+def test_cutting_parameters_into_shards_changes_no_bit_of_the_update(name):
+    (expected,) = ranks.run(1, same_gradient_everywhere, name)
+    for world in (2, 3, 4):
+        for found in ranks.run(world, same_gradient_everywhere, name):
+            assert_equal_bits(found, expected, f"{world} ranks")
+
+
+# -- the class form, sharded --------------------------------------------------------------------------------------
+
+
+def train_class_form(rank, world, name, transport):
+    cls, options, _ = OPTIMIZERS[name]
+    results = [train_sharded(rank, world, transport, [(name, 3)])[0]]
+    model = shardstep.DistributedDataParallel(network(), transport=transport, bucket_cap_mb=0.002)
+    optimizer = shardstep.ShardedOptimizer(cls(model.parameters(), **options), model)
+    results.append(train(model, optimizer, rank, world, 3, clipped=name in CLIPPED))
+    assert model.stats()["step"]["reduce_scatters"] == model.stats()["step"]["all_gathers"] == model.stats()["buckets"]
+    model.unwrap()
+    return results
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["adamw_amsgrad", "rmsprop"])
+def test_class_form_with_a_sharded_optimizer_is_the_same_engine(name, transport):
+    for wrapped, class_form in ranks.run(2, train_class_form, name, transport):
+        assert_equal_bits(class_form, wrapped)
+
+
+# -- FP64 ---------------------------------------------------------------------------------------------------------
+
+
+def train_double(rank, world, name, transport):
+    cls, options, _ = OPTIMIZERS[name]
+    model = network().double()
+    if transport is not None:
+        model, optimizer = shardstep.wrap(model, cls(model.parameters(), **options), transport=transport)
+    else:
+        optimizer, rank, world = cls(model.parameters(), **options), 0, 1
+    for step in range(STEPS):
+        ((x, y),) = micro_batches(rank, world, 1, step)
+        error(model, x.double(), y.double(), False).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["sgd_momentum", "adamw", "nadam"])
+def test_double_precision_is_kept_throughout(name, transport):
+    expected = train_double(0, 1, name, None)
+    for found in ranks.run(3, train_double, name, transport):
+        assert all(p.dtype == torch.float64 for p in found)
+        assert relative_error(found, expected) <= 1e-13
 
 
 # -- low precision ------------------------------------------------------------------------------------------------
