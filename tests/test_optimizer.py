@@ -387,6 +387,51 @@ def test_state_dict_of_the_unsharded_optimizer_can_be_loaded(kind):
     ranks.run(2, loads_unsharded, kind)
 
 
+def warm_in_bf16(rank, world, kind):
+    """A BF16 model's state is BF16 in torch; beside FP32 masters it has to be FP32."""
+    model = network().bfloat16()
+    optimizer = KINDS[kind](model.parameters())
+
+    def loss(model, step):
+        x, y = batch(step, rank, world)
+        return (model(x.bfloat16()).float() - y).square().mean()
+
+    loss(model, 0).backward()
+    for p in model.parameters():
+        p.grad.fill_(0.5)  # alike on all ranks
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = wrap(model, optimizer)
+    kept = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, loss, range(1, 5))
+    dtypes = {value.dtype for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)}
+    assert dtypes == {torch.float32}
+    optimizer.load_state_dict(kept)
+    again = optimizer.state_dict()["state"]
+    for i, state in kept["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(again[i][key])), (i, key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_a_bf16_model_becomes_fp32(kind):
+    ranks.run(2, warm_in_bf16, kind)
+
+
+def loaded_options(rank, world):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    model, optimizer = wrap(model, optimizer)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    return float(saved["param_groups"][0]["lr"]), float(optimizer.param_groups[0]["lr"])
+
+
+def test_options_are_copied_from_a_loaded_state_dict():
+    assert ranks.run(2, loaded_options) == [(0.5, 0.25)] * 2
+
+
 # -- the model's own state ----------------------------------------------------------------------------------------
 
 
@@ -474,8 +519,66 @@ def unfrozen_scenario(model, attach, loss, kind):
 @pytest.mark.parametrize("world", WORLDS)
 def test_layer_unfrozen_and_added_after_some_steps_trains_with_state_of_its_own(world, kind):
     results = ranks.run(world, both, unfrozen_scenario, kind)
-    sizes = [max(of_ranks) for of_ranks in zip(*(got for got, _ in results), strict=True)]  # some own no piece of a bias
+    # Of a bias, some ranks own no piece.
+    sizes = [max(of_ranks) for of_ranks in zip(*(got for got, _ in results), strict=True)]
     assert sizes == results[0][1]
+
+
+def warm_and_frozen_scenario(model, attach, loss, kind):
+    """A layer that has state is frozen before wrapping and unfrozen after some steps."""
+    optimizer = KINDS[kind](model.parameters())
+    for step in range(4):
+        loss_of(model, step, None, 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    model, optimizer = attach(model, optimizer)
+    train(model, optimizer, loss, range(4, 7))
+    for p in model[0].parameters():
+        p.requires_grad_(True)
+    train(model, optimizer, loss, range(7, STEPS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_a_frozen_layer_waits_until_it_is_unfrozen(kind):
+    ranks.run(2, both, warm_and_frozen_scenario, kind)
+
+
+def two_optimizers_scenario(model, attach, loss, kind):
+    """B63: one steps every time, the other every second time over the gradients of two."""
+    first = KINDS[kind](model[0].parameters())
+    second = KINDS[kind]([*model[2].parameters(), *model[4].parameters()])
+    model, first = attach(model, first)
+    if isinstance(first, shardstep.ShardedOptimizer):
+        second = shardstep.ShardedOptimizer(second, model)
+    for step in range(STEPS):
+        loss(model, step).backward()
+        first.step()
+        first.zero_grad()
+        if step % 2:
+            second.step()
+            second.zero_grad()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_optimizers_over_one_model_step_at_their_own_pace(world, kind):
+    ranks.run(world, both, two_optimizers_scenario, kind)
+
+
+def module_zero_grad_scenario(model, attach, loss, kind, set_to_none):
+    model, optimizer = attach(model, KINDS[kind](model.parameters()))
+    for step in range(STEPS):
+        loss(model, step).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "adamax"])
+def test_zero_grad_of_the_module_does_as_that_of_the_optimizer(kind, set_to_none):
+    ranks.run(2, both, module_zero_grad_scenario, kind, set_to_none)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

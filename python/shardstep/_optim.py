@@ -5,6 +5,7 @@ itself on flat pieces (``TorchRule``).
 """
 
 import array
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -186,7 +187,7 @@ class TorchRule:
         if shard is None:
             return
         state = {
-            key: piece_of(value, i, self.engine).clone()
+            key: piece_of(value, i, self.engine).to(shard.dtype if value.is_floating_point() else value.dtype, copy=True)
             if isinstance(value, torch.Tensor) and key not in SCALAR_STATE and value.dim() + self._is_scalar(i) > 0
             else (value.clone() if isinstance(value, torch.Tensor) else value)
             for key, value in saved.items()
@@ -301,6 +302,8 @@ class ShardedOptimizer(Optimizer):
             return
         if self.engine.slots[i] is not None:
             self._rule.add(i, group_index, warm)
+        elif warm:
+            self.state[parameter] = warm  # frozen: kept whole, and cut when it joins the layout
 
     def take_placed(self, placed: "Iterable[int]") -> None:
         """Parameters unfrozen after wrapping have joined the layout."""
@@ -309,7 +312,7 @@ class ShardedOptimizer(Optimizer):
         for i in placed:
             index = groups.get(id(self.engine.params[i]))
             if index is not None:
-                self._rule.add(i, index, {})
+                self._rule.add(i, index, self.state.pop(self.engine.params[i], {}))
 
     def add_param_group(self, param_group: "dict[str, Any]") -> None:
         super().add_param_group(param_group)
@@ -389,13 +392,15 @@ class ShardedOptimizer(Optimizer):
         if any(len(g["params"]) != len(s["params"]) for g, s in zip(groups, saved_groups)):
             raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
         for group, saved in zip(groups, saved_groups):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update(copy.deepcopy({key: value for key, value in saved.items() if key != "params"}))
             for parameter, position in zip(group["params"], saved["params"]):
                 i = self.engine.index.get(id(parameter))
                 slot = self.engine.slots[i] if i is not None else None
-                if slot is None:
-                    continue
                 state = state_dict["state"].get(position, {})
+                if slot is None:
+                    if i is not None and state:
+                        self.state[parameter] = copy.deepcopy(state)
+                    continue
                 master = state.get(MASTER)
                 if master is not None and slot["piece_master"] is not None:
                     slot["piece_master"].copy_(piece_of(master, i, self.engine))
