@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pathlib
 import pickle
@@ -46,7 +47,9 @@ _pools = {}
 
 
 def _worker(connection, rank, world, environment, log_path, group, group_timeout):
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the fork server ends with the tests' process
+    # The fork server ends with the tests' process, unless its children keep it alive, and its children end with it.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     os.setsid()  # so that what a rank has started dies with it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     log = open(log_path, "a", buffering=1)
@@ -191,9 +194,11 @@ class _Pool:
         for rank in which:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        if which:
-            time.sleep(0.5)
-        answered = {rank for rank in which if self.logs[rank].stat().st_size > before[rank]}
+        answered, deadline = set(), time.monotonic() + 3.0
+        while len(answered) < len(which) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            answered = {rank for rank in which if self.logs[rank].stat().st_size > before[rank]}
+        time.sleep(0.1 if which else 0.0)  # the rest of the last one
         return {rank: self.log(rank) if rank in answered else "(does not answer)" for rank in which}
 
     def log(self, rank):
