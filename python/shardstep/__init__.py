@@ -24,11 +24,12 @@ from shardstep._errors import (
     Error,
     MismatchError,
     PeerLostError,
+    RankFailedError,
     TimeoutError,
     TransportError,
     UsageError,
 )
-from shardstep._launch import init
+from shardstep._launch import init, launch
 from shardstep._module import wrap
 from shardstep._optim import ShardedOptimizer, refuse_unattached
 
@@ -42,10 +43,12 @@ __all__ = [
     "Error",
     "MismatchError",
     "PeerLostError",
+    "RankFailedError",
     "ShardedOptimizer",
     "TimeoutError",
     "TransportError",
     "UsageError",
     "init",
+    "launch",
     "wrap",
 ]

@@ -33,3 +33,12 @@ class TransportError(Error):
 
 class AbortedError(Error):
     """A peer aborted the accumulation window, or could not go on. ``rank`` says which."""
+
+
+class RankFailedError(Error):
+    """A rank that :func:`shardstep.launch` started has raised or died. ``rank`` is the first that did.
+
+    ``tracebacks`` has the traceback of every rank that failed, as text, by rank.
+    """
+
+    tracebacks: dict[int, str]
