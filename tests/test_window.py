@@ -1,5 +1,6 @@
 """Behaviours around the accumulation window that random programs would meet too seldom."""
 
+import contextlib
 import time
 
 import pytest
@@ -282,3 +283,22 @@ def norm_after_full_grad(rank, world):
 def test_rank_that_owns_nothing_closes_as_often_as_the_others():
     first, second = ranks.run(2, norm_after_full_grad)
     assert first == second
+
+
+# -- dropped in mid-window --------------------------------------------------------------------------------------------
+
+
+def dropped_after_one_rank_sent(rank, world, transport):
+    model, optimizer = wrapped(transport)
+    for _ in range(2):
+        with model.no_sync() if rank == 0 else contextlib.nullcontext():
+            model(torch.full((5,), rank + 1.0)).backward()
+    model.a.grad = None
+    with model.no_sync():
+        model(torch.full((5,), rank + 1.0)).backward()
+    return model.full_grad(model.a)[0].item(), model.full_grad(model.b)[0].item()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradient_made_after_a_drop_is_not_dropped_with_the_old_one(transport):
+    assert ranks.run(2, dropped_after_one_rank_sent, transport) == [(1.5, 4.5)] * 2

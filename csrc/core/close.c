@@ -133,7 +133,27 @@ static ss_code verify(const ss_engine *e, ss_error *err)
     return SS_OK;
 }
 
-/* What the ranks say together about each parameter. */
+static uint8_t all_bits(const ss_engine *e, int32_t b)
+{
+    uint8_t bits = 0;
+    for (int k = 0; k < e->world; k++) {
+        bits |= buckets_of(e, k)[b];
+    }
+    return bits;
+}
+
+/* Does round one carry gradient that has been dropped since? Then what came later must not be mixed with it. */
+static bool discards(const ss_engine *e, int32_t b)
+{
+    SS_EACH_MEMBER(e, b, i) {
+        if (e->verdict[i] & VERDICT_DISCARD) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* What the ranks say together about each parameter, and which buckets need a round two. */
 static ss_code judge(ss_engine *e, ss_error *err)
 {
     for (int32_t i = 0; i < e->layout.n_params; i++) {
@@ -167,6 +187,10 @@ static ss_code judge(ss_engine *e, ss_error *err)
         }
         e->verdict[i] = (uint8_t)((all & PARAM_PRESENT ? VERDICT_PRESENT : 0) | (stale >= 0 ? VERDICT_DISCARD : 0) |
                                   (all & PARAM_WANTS ? VERDICT_WANTS : 0) | (kept >= 0 ? VERDICT_KEPT : 0));
+    }
+    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
+        uint8_t bits = all_bits(e, b);
+        e->buckets[b].late = (bits & BUCKET_LATE) || (discards(e, b) && (bits & BUCKET_CONTENT));
     }
     return SS_OK;
 }
@@ -223,21 +247,12 @@ static ss_code agree_scales(ss_engine *e, ss_error *err)
     return SS_OK;
 }
 
-static uint8_t all_bits(const ss_engine *e, int32_t b)
-{
-    uint8_t bits = 0;
-    for (int k = 0; k < e->world; k++) {
-        bits |= buckets_of(e, k)[b];
-    }
-    return bits;
-}
-
 /* The sum of this round and what was carried become the held gradient. */
 static void combine(ss_engine *e, int32_t b)
 {
     ss_bucket *bucket = &e->buckets[b];
     double scale = 1.0 / e->divide_factor;
-    bool late = all_bits(e, b) & BUCKET_LATE, materialise = late;
+    bool late = bucket->late, materialise = late;
     SS_EACH_MEMBER(e, b, i) {
         materialise |= (e->verdict[i] & VERDICT_KEPT) != 0;
     }
@@ -287,11 +302,23 @@ static ss_code reduce_all(ss_engine *e, uint8_t which, ss_error *err)
 {
     const ss_transport_ops *ops = e->transport->ops;
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
-        if (all_bits(e, b) & which) {
+        if (which == BUCKET_LATE ? e->buckets[b].late : (all_bits(e, b) & which) != 0) {
             SS_TRY(ops->reduce(e->transport, b, err));
         }
     }
     return ops->settle(e->transport, err);
+}
+
+/* What this rank holds of a bucket that it has not launched waits for round two. */
+static ss_code set_aside(ss_engine *e, int32_t b, ss_error *err)
+{
+    SS_EACH_MEMBER(e, b, i) {
+        if (e->params[i].state == SS_LOCAL) {
+            SS_TRY(e->framework.add_beside(e->framework.ctx, i, err));
+            e->params[i].state = SS_BESIDE;
+        }
+    }
+    return SS_OK;
 }
 
 static ss_code round_one(ss_engine *e, ss_error *err)
@@ -304,6 +331,9 @@ static ss_code round_one(ss_engine *e, ss_error *err)
             if (e->buckets[b].phase == SS_CLOSED) {
                 SS_TRY(ss_window_reopen_closed(e, b, err));
             }
+            if (discards(e, b)) {
+                SS_TRY(set_aside(e, b, err));
+            }
             SS_TRY(ss_window_launch(e, b, err));
             e->stats.launched_at_close++;
         }
@@ -315,7 +345,7 @@ static ss_code round_two(ss_engine *e, ss_error *err)
 {
     bool any = false;
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
-        if (!(all_bits(e, b) & BUCKET_LATE)) {
+        if (!e->buckets[b].late) {
             continue;
         }
         any = true;

@@ -42,8 +42,8 @@ typedef struct {
     ss_code (*fold)(void *ctx, int32_t param, ss_error *err);
     /* As fold, but only elements [begin, begin + numel) of the gradient, to dst (in the gradient dtype). */
     ss_code (*fold_piece)(void *ctx, int32_t param, int64_t begin, int64_t numel, void *dst, ss_error *err);
-    /* The gradient kept beside a slot that is in flight, where no user sees it: adds the OTHER gradient to it, making it when
-       there is none; copies it into the slot; lets it go (there need not be one). */
+    /* The gradient kept beside a slot that is in flight, where no user sees it: adds the gradient to it, making it when there
+       is none; copies it into the slot; lets it go (there need not be one). */
     ss_code (*add_beside)(void *ctx, int32_t param, ss_error *err);
     ss_code (*fold_beside)(void *ctx, int32_t param, ss_error *err);
     void (*drop_beside)(void *ctx, int32_t param);

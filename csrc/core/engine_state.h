@@ -46,6 +46,7 @@ typedef struct {
 typedef struct {
     uint8_t phase;
     bool launched;   /* in this round */
+    bool late;       /* some rank has gradient that round one does not carry: the ranks agreed on a round two */
     bool norms_ready;
     bool published;
     uint8_t defer;   /* 0: launch with the last expected gradient; 1: at the end of backward; 2: at the close */
