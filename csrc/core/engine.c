@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "core/engine_state.h"
 
@@ -18,6 +19,11 @@ double ss_now(void)
 
 ss_code ss_check_usable(const ss_engine *e, ss_error *err)
 {
+    if (getpid() != e->pid) {
+        return ss_fail(err, SS_ERR_USAGE,
+                       "this process is a forked child of rank %d; it shares the model's memory and may evaluate it, but "
+                       "training goes on in the parent only", e->rank);
+    }
     if (e->broken != SS_OK) {
         if (err != NULL) {
             *err = e->broken_error;
@@ -103,6 +109,7 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
     e->kernels = kernels;
     e->framework = *framework;
     e->interrupted = interrupted;
+    e->pid = getpid();
     e->rank = transport->rank;
     e->world = transport->world;
     e->sharded = config->sharded != 0;

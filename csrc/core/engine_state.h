@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <sys/types.h>
 
 #include "core/engine.h"
 
@@ -68,6 +69,7 @@ struct ss_engine {
     ss_framework framework;
     int (*interrupted)(void *);
 
+    pid_t pid; /* a forked child must not go on with it */
     int rank, world;
     bool sharded, sync, last_backward;
     int accumulate;

@@ -261,6 +261,7 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
 {
     ss_param *p = &e->params[i];
     int32_t b = e->layout.placements[i].bucket;
+    SS_TRY(ss_check_usable(e, err)); /* in a forked child the memory is its parent's */
     SS_TRY(ss_window_reconcile(e, i, false, err));
     e->buckets[b].adding++;
     switch ((ss_param_state)p->state) {

@@ -4,6 +4,7 @@ The work is done in C (``_C.Engine``); this file puts parameters in, hands guard
 """
 
 import array
+import os
 import weakref
 from collections.abc import Iterable
 from datetime import timedelta
@@ -60,6 +61,7 @@ class Engine:
         debug: bool = False,
     ):
         self.closed = True
+        self.pid = os.getpid()
         self.stepping = False  # inside ShardedOptimizer.step
         #: Sharded class form: the module whose buffers become rank 0's at the end of every step, where all ranks are. At a
         #: forward, as torch DDP has it, a rank that skips one would make the others wait for ever.

@@ -9,6 +9,7 @@ Not seen here, because they bypass ``__torch_function__``: TorchScript, functorc
 raw pointers. ``wrap(..., debug=True)`` fills what is not this rank's with NaN.
 """
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def _engine_of(guard: ShardedGradient) -> "Engine":
     engine = guard._engine() if guard._engine is not None else None
     if engine is None or engine.closed:
         raise UsageError("this gradient belongs to a model that is no longer wrapped")
+    if engine.pid != os.getpid():
+        raise UsageError(f"{_label(guard)} cannot be used in a forked child: its memory is the parent process's")
     return engine
 
 
@@ -188,7 +191,8 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         return value
 
     rest = [cut(a) for a in args[1:]]
-    func(slot["piece_grad"], *rest, **{key: cut(value) for key, value in kwargs.items()})
+    if func(slot["piece_grad"], *rest, **{key: cut(value) for key, value in kwargs.items()}) is NotImplemented:
+        return NotImplemented
     engine.core.edited(guard._index)
     return guard
 

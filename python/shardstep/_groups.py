@@ -19,6 +19,8 @@ class Group:
     def __init__(self, process_group: "dist.ProcessGroup | None" = None):
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise UsageError(f"process_group must be a torch.distributed process group, not {process_group!r}")
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world = dist.get_world_size(process_group) if process_group is not None else 1
@@ -60,10 +62,10 @@ def _describe(item: "tuple[str, Any] | None") -> str:
 
 
 def seconds(timeout: "float | timedelta") -> float:
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not value > 0:
-        raise UsageError(f"timeout must be positive, not {timeout!r}")
-    return value
+    value = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise UsageError(f"timeout must be a positive number of seconds or a timedelta, not {timeout!r}")
+    return float(value)
 
 
 def _identity() -> "str | None":
@@ -102,8 +104,6 @@ def _open_c10d(group: Group, timeout: float) -> Any:
 
 def open_transport(kind: str, group: Group, timeout: float) -> Any:
     """The transport ``kind`` as a capsule for ``_C.Engine``. Collective; every rank gets the same kind."""
-    if kind not in TRANSPORTS:
-        raise UsageError(f"transport={kind!r}: choose one of {', '.join(TRANSPORTS)}")
     if kind == "c10d":
         return _open_c10d(group, timeout)
     found = _open_shm(group, timeout)

@@ -62,8 +62,20 @@ class Synchronised:
         self._engine.abort_window()
 
     def stats(self) -> "dict[str, Any]":
-        """Counters of the last ``step`` and in ``total``: bytes on the wire, exposed and overlapped seconds, launches;
-        ``memory`` in bytes by kind; ``buckets``; ``transport``."""
+        """What this rank has done and holds. Local. A dict of
+
+        - ``step`` (the last one) and ``total``, each with
+          ``steps``, ``backwards``, ``closes`` (of a window: by a step, a clip, a read);
+          ``reduce_scatters``, ``all_gathers``: buckets reduced and gathered;
+          ``reduce_scatter_bytes``, ``all_gather_bytes``, ``control_bytes``: received from peers; ``wire_bytes``: the first two;
+          ``launched_early`` (in the backward), ``launched_at_end`` (of it), ``launched_at_close``: reductions by when they
+          began; ``late_rounds``: closes that carried gradient which came after its bucket was sent;
+          ``exposed_seconds``: in closes and gathers, where the caller waits; ``wait_seconds``: of these, for peers;
+          ``overlapped_seconds``: in a backward's hooks; ``update_seconds``: in the fused update;
+        - ``memory``, bytes now: ``params``, ``grads``, ``padding`` (of their buckets), ``master``, ``optimizer`` (state),
+          ``carry`` (of late gradient, until the close);
+        - ``buckets``, ``transport``, ``rank``, ``world``.
+        """
         engine = self._engine
         return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
 
