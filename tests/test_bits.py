@@ -139,10 +139,10 @@ def test_the_transport_of_two_ranks(name, norm_type):
     run(2, [dict(transport=transport, name=name, norm_type=norm_type) for transport in ("shm", "c10d", "auto")])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "radam"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_size_of_a_bucket(world, name):
-    sizes = [1e-6, 0.002, 0.004, 0.011, 25.0]
+    sizes = [1e-6, 0.003, 0.011, 25.0]
     counts = [buckets for _, buckets in run(world, [dict(bucket_cap_mb=size, name=name) for size in sizes])]
     assert counts[0] > counts[1] > counts[-1] == 1
 

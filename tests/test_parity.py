@@ -63,10 +63,17 @@ OPTIMIZERS = {
     "softsign": (Softsign, dict(), dict(elementwise=True)),
     "torch_sgd": (TorchSGD, dict(lr=0.05, momentum=0.9, nesterov=True), dict(elementwise=True)),
 }
-#: Every optimizer with one number of micro-batches, two of them with all; over Gloo, which is slow, every class once.
+#: Every optimizer with one number of micro-batches, two of them with all. Their options are tried with 2 and 3 ranks
+#: over shm only: a run of 50 steps is slow where ranks outnumber cores.
 CASES = [(name, 3) for name in OPTIMIZERS] + [(name, k) for name in ("sgd_momentum", "adamw") for k in (1, 8)]
-OVER = {"shm": CASES, "c10d": [(name, k) for name, k in CASES if name.split("_")[-1] not in (
-    "sgd", "decay", "dampening", "maximize", "amsgrad")]}
+VARIANTS = {"sgd", "decay", "dampening", "maximize", "amsgrad"}
+
+
+def cases_of(world, transport):
+    everything = transport == "shm" and world in (2, 3)
+    return [(name, k) for name, k in CASES if everything or name.split("_")[-1] not in VARIANTS or name == "torch_sgd"]
+
+
 CLIPPED = ("sgd_nesterov_decay", "adamw_amsgrad", "nadam")
 MAX_NORM = 0.5
 
@@ -150,7 +157,7 @@ def assert_equal_bits(got, expected, what=""):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_optimizer_trains_as_one_process(world, transport):
-    cases = OVER[transport]
+    cases = cases_of(world, transport)
     results = ranks.run(world, train_sharded, transport, cases, timeout=100)
     errors = {}
     for number, (name, k) in enumerate(cases):
