@@ -357,8 +357,9 @@ void ss_engine_edited(ss_engine *e, int32_t i)
     pthread_mutex_unlock(&e->lock);
 }
 
-void ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count)
+ss_code ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
 {
+    (void)err; /* cannot fail */
     pthread_mutex_lock(&e->lock);
     for (int32_t k = 0; k < count; k++) {
         if (e->layout.placements[params[k]].bucket >= 0) {
@@ -369,6 +370,7 @@ void ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count)
         }
     }
     pthread_mutex_unlock(&e->lock);
+    return SS_OK;
 }
 
 void ss_engine_stats(ss_engine *e, ss_stats *stats)

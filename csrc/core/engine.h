@@ -139,7 +139,7 @@ ss_code ss_engine_zero(ss_engine *engine, int32_t param, ss_error *err);/* .grad
 int ss_engine_local(ss_engine *engine, int32_t param);                  /* the slot holds this rank's local gradient */
 
 /* Drops every local gradient without communicating: the parameters' .grad are None afterwards. */
-void ss_engine_drop(ss_engine *engine, const int32_t *params, int32_t count);
+ss_code ss_engine_drop(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
 
 /* ---- The sharded update ---- */
 
@@ -163,13 +163,12 @@ typedef struct {
 ss_code ss_engine_update(ss_engine *engine, const ss_update *update, ss_error *err);
 /* For an update made by others on the FP32 pieces: masters that the user has overwritten through the low-precision
    parameter are adopted before it; afterwards pieces are rounded to the parameter's dtype and published. */
-void ss_engine_adopt(ss_engine *engine, const int32_t *params, int32_t count);
+ss_code ss_engine_adopt(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
 ss_code ss_engine_publish(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
 /* Communicates: collects what was published, on every rank. Ends the step. */
 ss_code ss_engine_gather(ss_engine *engine, ss_error *err);
 /* Sets masters from the parameters as they are now. */
 void ss_engine_reset_masters(ss_engine *engine);
-/* Communicates: every rank's parameters become those of which each rank's segment is the truth. */
 
 /* ---- Reports ---- */
 

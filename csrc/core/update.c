@@ -151,8 +151,9 @@ static bool has_master(const ss_engine *e, int32_t i)
     return b >= 0 && e->buckets[b].master != NULL && e->params[i].piece.numel > 0;
 }
 
-void ss_engine_adopt(ss_engine *e, const int32_t *params, int32_t count)
+ss_code ss_engine_adopt(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
 {
+    (void)err; /* cannot fail */
     pthread_mutex_lock(&e->lock);
     for (int32_t k = 0; k < count; k++) {
         if (has_master(e, params[k])) {
@@ -160,6 +161,7 @@ void ss_engine_adopt(ss_engine *e, const int32_t *params, int32_t count)
         }
     }
     pthread_mutex_unlock(&e->lock);
+    return SS_OK;
 }
 
 void ss_engine_reset_masters(ss_engine *e)

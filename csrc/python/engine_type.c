@@ -59,12 +59,12 @@ static int parse_param(const EngineObject *self, PyObject *arg, int32_t *param)
 }
 
 /* A buffer of int32 indices (array.array('i')), each a valid parameter. */
-static int check_indices(const EngineObject *self, const Py_buffer *view, int allow_none)
+static int check_indices(const EngineObject *self, const Py_buffer *view)
 {
     const int32_t *index = view->buf;
     Py_ssize_t n = view->len / (Py_ssize_t)sizeof *index;
     for (Py_ssize_t k = 0; k < n; k++) {
-        if (index[k] < (allow_none ? -1 : 0) || index[k] >= (allow_none ? INT32_MAX : self->n_params)) {
+        if (index[k] < 0 || index[k] >= self->n_params) {
             PyErr_Format(PyExc_IndexError, "index %d is not in [0, %d)", (int)index[k], (int)self->n_params);
             return -1;
         }
@@ -183,23 +183,6 @@ static PyObject *engine_close_down(EngineObject *self, PyObject *unused)
     (void)unused;
     close_engine(self);
     Py_RETURN_NONE;
-}
-
-static PyObject *engine_place(EngineObject *self, PyObject *args)
-{
-    Py_buffer params;
-    if (!PyArg_ParseTuple(args, "y*", &params)) {
-        return NULL;
-    }
-    ss_code code = SS_ERR_USAGE;
-    ss_error err = {0};
-    PyObject *result = NULL;
-    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
-        WITHOUT_GIL(code, ss_engine_place(self->engine, params.buf, (int32_t)(params.len / 4), &err));
-        result = none_or_raise(code, &err);
-    }
-    PyBuffer_Release(&params);
-    return result;
 }
 
 /* A flat tensor of n elements, or None where there is no memory. */
@@ -449,42 +432,10 @@ static PyObject *engine_zero(EngineObject *self, PyObject *index)
     return none_or_raise(code, &err);
 }
 
-/* Calls that take a buffer of parameter indices and cannot fail, or can. */
-static PyObject *engine_drop(EngineObject *self, PyObject *args)
-{
-    Py_buffer params;
-    if (!PyArg_ParseTuple(args, "y*", &params)) {
-        return NULL;
-    }
-    PyObject *result = NULL;
-    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        ss_engine_drop(self->engine, params.buf, (int32_t)(params.len / 4));
-        Py_END_ALLOW_THREADS
-        result = Py_NewRef(Py_None);
-    }
-    PyBuffer_Release(&params);
-    return result;
-}
+/* A call that takes a buffer of parameter indices. */
+typedef ss_code (*indices_call)(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
 
-static PyObject *engine_adopt(EngineObject *self, PyObject *args)
-{
-    Py_buffer params;
-    if (!PyArg_ParseTuple(args, "y*", &params)) {
-        return NULL;
-    }
-    PyObject *result = NULL;
-    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        ss_engine_adopt(self->engine, params.buf, (int32_t)(params.len / 4));
-        Py_END_ALLOW_THREADS
-        result = Py_NewRef(Py_None);
-    }
-    PyBuffer_Release(&params);
-    return result;
-}
-
-static PyObject *engine_publish(EngineObject *self, PyObject *args)
+static PyObject *call_with_indices(EngineObject *self, PyObject *args, indices_call call)
 {
     Py_buffer params;
     if (!PyArg_ParseTuple(args, "y*", &params)) {
@@ -493,12 +444,32 @@ static PyObject *engine_publish(EngineObject *self, PyObject *args)
     PyObject *result = NULL;
     ss_error err = {0};
     ss_code code;
-    if (check_open(self) == 0 && check_indices(self, &params, 0) == 0) {
-        WITHOUT_GIL(code, ss_engine_publish(self->engine, params.buf, (int32_t)(params.len / 4), &err));
+    if (check_open(self) == 0 && check_indices(self, &params) == 0) {
+        WITHOUT_GIL(code, call(self->engine, params.buf, (int32_t)(params.len / (Py_ssize_t)sizeof(int32_t)), &err));
         result = none_or_raise(code, &err);
     }
     PyBuffer_Release(&params);
     return result;
+}
+
+static PyObject *engine_place(EngineObject *self, PyObject *args)
+{
+    return call_with_indices(self, args, ss_engine_place);
+}
+
+static PyObject *engine_drop(EngineObject *self, PyObject *args)
+{
+    return call_with_indices(self, args, ss_engine_drop);
+}
+
+static PyObject *engine_adopt(EngineObject *self, PyObject *args)
+{
+    return call_with_indices(self, args, ss_engine_adopt);
+}
+
+static PyObject *engine_publish(EngineObject *self, PyObject *args)
+{
+    return call_with_indices(self, args, ss_engine_publish);
 }
 
 static PyObject *engine_gather(EngineObject *self, PyObject *unused)

@@ -105,6 +105,8 @@ class Engine:
             sharded=sharded,
             accumulate=accumulate,
         )
+        self._release_group = weakref.finalize(self, self.group.release)
+        self._release_group.atexit = False
         self.closed = False
         self.n_buckets = 0
         self.slots: list[dict[str, Any] | None] = [None] * len(self.params)
@@ -419,6 +421,7 @@ class Engine:
             return
         self.closed = True
         self.core.close_down()
+        self._release_group()
         for parameter in self.params:
             OWNERS.pop(parameter, None)
         for hook in self.joining.values():

@@ -5,7 +5,9 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from shardstep import _C
 from shardstep._errors import MismatchError, TransportError, UsageError
@@ -24,8 +26,32 @@ class Group:
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world = dist.get_world_size(process_group) if process_group is not None else 1
+        self.control: dist.ProcessGroup | None = None  # the Gloo group that a c10d transport keeps for itself
         if self.rank < 0:
             raise UsageError("this process is not a member of the process group it was given")
+
+    def open_control(self, timeout: float) -> "dist.ProcessGroup":
+        """A Gloo group of the same ranks for a c10d transport's control messages. Collective.
+
+        Made by hand, because ``dist.new_group`` names a subgroup by its ranks: once the first is destroyed, the next would
+        find the first one's addresses in the store.
+        """
+        name = f"shardstep/control/{self.gather(uuid.uuid4().hex)[0]}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        backend = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
+        control = dist.ProcessGroup(store, self.rank, self.world)
+        control._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        control._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        control._set_group_name(name)
+        _register_process_group(name, control)
+        self.control = control
+        return control
+
+    def release(self) -> None:
+        """Lets the control group go."""
+        control, self.control = self.control, None
+        if control is not None:
+            _unregister_process_group(control.group_name)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective."""
@@ -95,10 +121,7 @@ def _open_shm(group: Group, timeout: float) -> Any:
 def _open_c10d(group: Group, timeout: float) -> Any:
     if group.process_group is None:
         raise UsageError("transport='c10d' needs a process group: call shardstep.init() or init_process_group first")
-    ranks = dist.get_process_group_ranks(group.process_group)
-    control = dist.new_group(
-        ranks, backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=len(ranks) > 1
-    )
+    control = group.open_control(timeout)
     return _C.open_c10d(group.process_group.group_name, control.group_name, group.rank, group.world, timeout)
 
 

@@ -47,7 +47,7 @@ class FusedRule:
         self.groups = array.array("i", [-1]) * len(self.engine.params)
         self._unset: set[int] = set()  # SGD: momentum buffers that the first step will fill
         self._made: dict[int, tuple[str, ...]] = {}  # per group: the kinds of state that its members have
-        self._addresses: "list[array.array] | None" = None
+        self._addresses: list[array.array] | None = None
 
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
         group = self.owner.param_groups[group_index]
@@ -277,8 +277,8 @@ class ShardedOptimizer(Optimizer):
         _refuse(optimizer, elementwise)
         self.engine = sharded_engine_of(model)
         self.wrapped = optimizer
-        self._rule: "FusedRule | TorchRule | None" = None
-        self._members: "tuple[array.array, list[torch.Tensor]] | None" = None  # placed parameters, and others
+        self._rule: FusedRule | TorchRule | None = None
+        self._members: tuple[array.array, list[torch.Tensor]] | None = None  # placed parameters, and others
         warm = dict(optimizer.state)
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         super().__init__(optimizer.param_groups, optimizer.defaults)

@@ -266,10 +266,11 @@ static void step(framework *f, const job *j, model *m, float *steps)
 static void zero_grad(framework *f, model *m)
 {
     int32_t all[PARAMS];
+    ss_error err = {0};
     for (int32_t i = 0; i < PARAMS; i++) {
         all[i] = i;
     }
-    ss_engine_drop(f->engine, all, PARAMS);
+    MUST(ss_engine_drop(f->engine, all, PARAMS, &err));
     memset(m->grad, 0, sizeof m->grad);
     memset(m->present, 0, sizeof m->present);
 }
