@@ -29,13 +29,19 @@ INSTALLED := $(ENVIRONMENT)/.shardstep-installed
 # torchrun would set it too, with a warning: each rank computes on one core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test install lint sanitize clean
+BENCHMARKS := compare transport update scale
+
+.PHONY: train test bench install lint sanitize clean
 
 train: $(INSTALLED)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
 
 test: $(INSTALLED)
 	$(PYTHON) -m pytest tests $(ARGS)
+
+# Two minutes each; all their options: python benchmarks/compare.py --help. Results go to build/benchmarks.
+bench: $(INSTALLED)
+	set -e; for name in $(BENCHMARKS); do $(PYTHON) benchmarks/$$name.py --quick $(ARGS); done
 
 install: $(INSTALLED)
 

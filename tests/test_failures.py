@@ -17,11 +17,10 @@ import weakref
 
 import pytest
 import ranks
+import shardstep
 import torch
 import torch.distributed as dist
 from torch import nn
-
-import shardstep
 
 TRANSPORTS = ("shm", "c10d")
 pytestmark = pytest.mark.timeout(120)

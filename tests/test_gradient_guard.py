@@ -12,12 +12,11 @@ import warnings
 
 import pytest
 import ranks
+import shardstep
 import torch
 import torch.overrides
-from torch import nn
-
-import shardstep
 from shardstep._gradient import ShardedGradient
+from torch import nn
 
 TRANSPORTS = ("shm", "c10d")
 TIGHT = dict(rtol=1e-5, atol=1e-7)

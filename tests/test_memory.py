@@ -8,11 +8,10 @@ import time
 
 import pytest
 import ranks
+import shardstep
 import torch
 import torch.distributed as dist
 from torch import nn
-
-import shardstep
 
 WIDTH, LAYERS = 1792, 8  # 25.7 M parameters
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)

@@ -302,3 +302,18 @@ def dropped_after_one_rank_sent(rank, world, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_gradient_made_after_a_drop_is_not_dropped_with_the_old_one(transport):
     assert ranks.run(2, dropped_after_one_rank_sent, transport) == [(1.5, 4.5)] * 2
+
+
+def divide_unused(rank, world):
+    model, optimizer = wrapped()
+    model(torch.full((5,), rank + 1.0), "a").backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= 2
+    assert model.b.grad is None
+    optimizer.step()
+    return [p[0].item() for p in model.parameters()]
+
+
+def test_gradient_that_no_rank_has_can_be_divided():
+    assert ranks.run(2, divide_unused) == [[1 - 0.5 * 0.75, 1.0]] * 2

@@ -5,10 +5,9 @@ import contextlib
 
 import pytest
 import ranks
+import shardstep
 import torch
 from torch import nn
-
-import shardstep
 
 COUNTERS = {
     "steps", "closes", "backwards", "launched_early", "launched_at_end", "launched_at_close", "late_rounds", "exposed_seconds",

@@ -139,7 +139,8 @@ _CLASSES: "dict[type, type]" = {}
 
 def _wrapped_class(cls: type) -> type:
     if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), {"_shardstep_original": cls, "__doc__": cls.__doc__})
+        members = {"_shardstep_original": cls, "__doc__": cls.__doc__}
+        _CLASSES[cls] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), members)
     return _CLASSES[cls]
 
 
