@@ -113,7 +113,7 @@ def draw_all(results: list[dict]):
         axes = figure.subplots(len(results), 1, squeeze=False)[:, 0]
         for axis, point in zip(axes, results, strict=True):
             draw_point(axis, point)
-        axes[0].legend(loc="lower right")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
     return draw
 
@@ -153,7 +153,7 @@ def main() -> None:
         point["peers"] = peers
         results.append(point)
         print(f"\n{title(point)}\n{table(HEADERS, rows(peers))}")
-    save(args, {"points": results}, draw_all(results), size=(9, 0.6 + 3.2 * len(results)))
+    save(args, {"points": results}, draw_all(results), size=(9, 0.8 + 3.2 * len(results)))
 
 
 if __name__ == "__main__":

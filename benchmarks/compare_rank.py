@@ -29,10 +29,10 @@ def measure(peer: Peer, batches: list, steps: int) -> dict:
     seconds, updates = [], []
     for _ in range(steps):
         dist.barrier()
-        updated, started = peer.update_seconds, time.perf_counter()
+        updated, started = peer.updating(), time.perf_counter()
         step(peer, batches)
         seconds.append(time.perf_counter() - started)
-        updates.append(peer.update_seconds - updated)
+        updates.append(peer.updating() - updated)
     return {"seconds": seconds, "update_seconds": updates, "wire_bytes": (peer.wire_bytes() - wire) / steps}
 
 

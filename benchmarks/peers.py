@@ -1,8 +1,8 @@
 """Every implementation that compare.py measures, as its users would set it up for this job.
 
-A peer is used so: ``micro_batch`` K times, then ``end_step``. ``update_seconds`` is the time spent in the update of
-weights itself, ``wire_bytes`` what this rank has received from others, both since the beginning. In bf16 each peer does
-what it offers: shardstep, FSDP2 and DeepSpeed compute in bf16 and keep FP32 masters, DDP runs under autocast.
+A peer is used so: ``micro_batch`` K times, then ``end_step``. ``updating()`` are the seconds spent in the update of
+weights itself, ``wire_bytes()`` what this rank has received from others, both since the beginning. In bf16 each peer
+does what it offers: shardstep, FSDP2 and DeepSpeed compute in bf16 and keep FP32 masters, DDP runs under autocast.
 """
 
 import os
@@ -74,6 +74,9 @@ class Peer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def updating(self) -> float:
+        return self.update_seconds
+
     def wire_bytes(self) -> int:
         return received_over_tcp()
 
@@ -108,9 +111,8 @@ class Shardstep(Peer):
     def around(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.model.no_sync()
 
-    def end_step(self) -> None:
-        super().end_step()
-        self.update_seconds += self.model.stats()["step"]["update_seconds"]
+    def updating(self) -> float:
+        return self.model.stats()["total"]["update_seconds"]
 
     def wire_bytes(self) -> int:
         return self.model.stats()["total"]["wire_bytes"] + super().wire_bytes()

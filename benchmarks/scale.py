@@ -130,7 +130,7 @@ def draw_all(results: dict[str, Any]):
         worlds = [point["world"] for point in results["steps"]]
         for key in ("predicted", "measured"):
             middle.plot(worlds, [1e3 * point[key] for point in results["steps"]], "o-", label=key)
-        middle.set(xlabel="ranks on this host", ylabel="ms", title="communication and update", ylim=(0, None))
+        middle.set(xlabel="ranks on this host", xticks=worlds, ylabel="ms", title="communication and update", ylim=(0, None))
         middle.legend()
         worlds = [point["world"] for point in results["networks"]]
         for i, (us, rate) in enumerate(results["links"]):

@@ -109,17 +109,20 @@ def wrap_point(parameters: int, turns: list[list[dict]]) -> dict:
 def draw_all(results: dict[str, list[dict]]):
     def draw(figure: Any) -> None:
         left, middle, right = figure.subplots(1, 3)
-        for point in results["update"]:
+        width = 0.8 / len(results["update"])
+        for i, point in enumerate(results["update"]):
             names = list(point["minima"])
             rates = [point["elements"] / point["minima"][name] / 1e6 for name in names]
-            left.plot(names, rates, "o-", label=f"W = {point['world']}")
-        left.set(title="AdamW", ylabel="million elements per second and rank", ylim=(0, None))
-        left.tick_params(axis="x", labelrotation=20)
+            left.bar([k + i * width for k in range(len(names))], rates, width, label=f"W = {point['world']}")
+            left.set_xticks([k + 0.4 - width / 2 for k in range(len(names))], names)
+        left.set(title="AdamW (minima)", ylabel="million elements per second and rank")
         left.legend()
-        bars = [(p["model"], p["minima"]["wrapped"] / p["minima"]["bare"]) for p in results["micro_batches"]]
-        middle.bar(*zip(*bars, strict=True))
-        middle.axhline(1.0, color="0.3", linewidth=1)
-        middle.set(title="no_sync micro-batch to bare one (minima)", ylim=(0.9, None))
+        for point in results["micro_batches"]:
+            minima = point["minima"]
+            ratios = [minima[name] / minima["bare"] for name in minima]
+            middle.plot(list(minima), ratios, "o-", label=f"{point['model']}, {point['parameters']:,} parameters")
+        middle.set(title="micro-batch to a bare one (minima)")
+        middle.legend()
         sizes = [point["parameters"] for point in results["wrap"]]
         right.plot(sizes, [point["seconds"] for point in results["wrap"]], "o-")
         right.set(title="wrap()", xlabel="parameters", ylabel="seconds", xscale="log", yscale="log")
