@@ -7,7 +7,6 @@ import linecache
 import os
 import pickle
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -120,8 +119,6 @@ class _Rank:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        # The width for progress bars, which cannot ask a pipe for it.
-        environment["COLUMNS"], environment["LINES"] = map(str, shutil.get_terminal_size())
         self.log = tempfile.TemporaryFile()
         here, there = socket.socketpair()
         with there:
@@ -189,18 +186,19 @@ class _Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def forward(self) -> None:
-        """All that is there now."""
-        while not self.ended:
-            try:
-                data = os.read(self.pipe.fileno(), 1 << 16)
-            except BlockingIOError:
-                return
-            self.ended = not data
-            text = self.decoder.decode(data, final=self.ended)
-            if text:
-                target = getattr(sys, self.name)  # looked up each time: a notebook's cell, a test's capture
-                target.write(text)
-                target.flush()
+        """All that is there now: a pipe holds less than this reads."""
+        if self.ended:
+            return
+        try:
+            data = os.read(self.pipe.fileno(), 1 << 20)
+        except BlockingIOError:
+            return
+        self.ended = not data
+        text = self.decoder.decode(data, final=self.ended)
+        if text:
+            target = getattr(sys, self.name)  # looked up each time: a notebook's cell, a test's capture
+            target.write(text)
+            target.flush()
 
 
 def _follow(ranks: "list[_Rank]") -> None:
