@@ -82,8 +82,8 @@ def launch(fn: Callable[..., T], *args: Any, nproc_per_node: int = 2, **kwargs: 
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     ranks: list[_Rank] = []
     try:
-        for rank in range(nproc_per_node):
-            ranks.append(_Rank(rank, nproc_per_node, port))
+        for number in range(nproc_per_node):
+            ranks.append(_Rank(number, nproc_per_node, port))
         for rank in ranks:
             rank.send(request)
         _follow(ranks)
@@ -96,7 +96,7 @@ def launch(fn: Callable[..., T], *args: Any, nproc_per_node: int = 2, **kwargs: 
     finally:
         _end(ranks)
         del store
-    return [_unpickled(rank) for rank in ranks]
+    return [_unpickled(rank.rank, rank.outcome) for rank in ranks if rank.outcome]
 
 
 class _Rank:
@@ -105,7 +105,6 @@ class _Rank:
     def __init__(self, rank: int, world: int, port: int):
         self.rank = rank
         self.outcome: Outcome | None = None
-        self.died = False
         environment = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -142,29 +141,35 @@ class _Rank:
 
     def receive(self) -> None:
         """Takes the outcome when there is one, or notices that the process has ended without."""
-        if self.outcome is not None or self.died:
+        if self.outcome is not None:
             return
-        ended = self.ended  # asked first: what it has sent before is there
+        ended = self.exit_status()  # asked first: what it has sent before is there
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 self.outcome = Outcome(*pickle.loads(self.connection.recv_bytes()))
                 return
-        self.died = ended
+        if ended is not None:
+            how = f"exit code {ended}" if ended >= 0 else _signal_name(-ended)
+            # Before everything that others raised, which is the consequence. (A rank that raised is kept alive until
+            # all have been heard, so that its end has no consequences.)
+            self.outcome = Outcome(None, f"died: {how}", f"the process died: {how}", when=0.0)
 
     def forward(self) -> None:
         for stream in self.streams:
             stream.forward()
 
-    @property
-    def ended(self) -> bool:
-        """Not by Popen.poll, which frees the process id: it is still needed, to end what the rank has started."""
+    def exit_status(self) -> "int | None":
+        """As ``Popen.poll()``, which would free the process id: it is needed still, to end what the rank has started."""
         if self.process.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+            return self.process.returncode
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     @property
     def failed(self) -> bool:
-        return self.died or (self.outcome is not None and self.outcome.result is None)
+        return self.outcome is not None and self.outcome.result is None
 
     def signal(self, number: int) -> None:
         if self.process.returncode is None:
@@ -217,9 +222,9 @@ def _follow(ranks: "list[_Rank]") -> None:
                         selector.unregister(key.fileobj)
             for rank in ranks:
                 rank.receive()
-                if (rank.outcome or rank.died) and rank.connection in selector.get_map():
+                if rank.outcome and rank.connection in selector.get_map():
                     selector.unregister(rank.connection)
-            if all(rank.outcome or rank.died for rank in ranks):
+            if all(rank.outcome for rank in ranks):
                 break
             if deadline is None and any(rank.failed for rank in ranks):
                 deadline = time.monotonic() + OTHERS
@@ -231,7 +236,7 @@ def _follow(ranks: "list[_Rank]") -> None:
 def _wait(ranks: "list[_Rank]", timeout: float) -> None:
     """Until all have exited, or ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
-    while not all(rank.ended for rank in ranks) and time.monotonic() < deadline:
+    while not all(rank.exit_status() is not None for rank in ranks) and time.monotonic() < deadline:
         ranks[0].forward()
         time.sleep(0.01)
 
@@ -240,7 +245,7 @@ def _end(ranks: "list[_Rank]") -> None:
     """Ends the ranks and what they have started, in bounded time. Those that run get a KeyboardInterrupt first."""
     try:
         for rank in ranks:
-            if not rank.ended:
+            if rank.exit_status() is None:
                 rank.signal(signal.SIGINT)
         _wait(ranks, END)
     finally:  # also when the caller is interrupted once more
@@ -255,32 +260,22 @@ def _end(ranks: "list[_Rank]") -> None:
 
 
 def _failure(ranks: "list[_Rank]") -> RankFailedError:
-    # One that died comes first: what others raised is the consequence. (One that raised is kept alive meanwhile, so
-    # that its end has no consequences.)
-    deaths = [rank for rank in ranks if rank.died]
-    raised = sorted((rank for rank in ranks if rank.failed and not rank.died), key=lambda rank: rank.outcome.when)
-    first = (deaths + raised)[0]
-    tracebacks = {}
-    what = f"died: {_how(first)}" if first.died else f"raised {first.outcome.summary}"
-    lines = [f"rank {first.rank} of {len(ranks)} {what}"]
-    for rank in deaths + raised + [rank for rank in ranks if not rank.failed]:
-        if rank.failed:
-            tracebacks[rank.rank] = f"the process died: {_how(rank)}" if rank.died else rank.outcome.traceback.rstrip()
-            lines.append(f"\n--- rank {rank.rank}\n{tracebacks[rank.rank]}")
-        if output := rank.output():
-            lines.append(f"\n--- rank {rank.rank} printed\n{output}")
-    error = RankFailedError("\n".join(lines))
-    error.rank, error.tracebacks = first.rank, tracebacks
+    failures = sorted(((rank.rank, rank.outcome) for rank in ranks if rank.outcome and rank.failed), key=lambda f: f[1].when)
+    first, outcome = failures[0]
+    tracebacks = {rank: outcome.traceback.rstrip() for rank, outcome in failures}
+    parts = [f"rank {first} of {len(ranks)} {outcome.summary}"]
+    parts += [f"--- rank {rank}\n{text}" for rank, text in tracebacks.items()]
+    parts += [f"--- rank {rank.rank} printed\n{output}" for rank in ranks if (output := rank.output())]
+    error = RankFailedError("\n\n".join(parts))
+    error.rank, error.tracebacks = first, tracebacks
     return error
 
 
-def _how(rank: _Rank) -> str:
-    status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    if status.si_code == os.CLD_EXITED:
-        return f"exit code {status.si_status}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(status.si_status).name
-    return f"signal {status.si_status}"
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _pickled(call: tuple) -> bytes:
@@ -309,12 +304,12 @@ def _pickled(call: tuple) -> bytes:
         ) from error
 
 
-def _unpickled(rank: _Rank) -> Any:
+def _unpickled(rank: int, outcome: Outcome) -> Any:
     try:
-        return pickle.loads(rank.outcome.result)
+        return pickle.loads(outcome.result or b"")
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"what rank {rank.rank} returned cannot be unpickled here ({why})") from error
+        raise UsageError(f"what rank {rank} returned cannot be unpickled here ({why})") from error
 
 
 def _sources_in_no_file() -> "dict[str, list[str]]":

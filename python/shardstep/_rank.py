@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
     """What a rank answers, pickled as a plain tuple. ``result`` by cloudpickle; or else the rest."""
 
     result: "bytes | None"
-    summary: str = ""  # the exception in one line
+    summary: str = ""  # in a line, after "rank r"
     traceback: str = ""
     when: float = 0.0  # time.monotonic(), one clock for all processes of a host
 
@@ -54,7 +54,7 @@ def run(task: Task) -> Outcome:
         error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # without this function
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        return Outcome(None, summary, "".join(lines), when)
+        return Outcome(None, f"raised {summary}", "".join(lines), when)
 
 
 def _pickled(result: Any) -> bytes:
