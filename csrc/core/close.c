@@ -447,6 +447,7 @@ static void learn_expected(ss_engine *e)
             n += e->params[i].sent;
         }
         e->buckets[b].n_expected = n;
+        e->buckets[b].learned = true;
     }
 }
 

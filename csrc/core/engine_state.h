@@ -50,6 +50,7 @@ typedef struct {
     bool late;       /* some rank has gradient that round one does not carry: the ranks agreed on a round two */
     bool norms_ready;
     bool published;
+    bool learned;    /* a round has shown which gradients to expect, and whether they come once per backward */
     uint8_t defer;   /* 0: launch with the last expected gradient; 1: at the end of backward; 2: at the close */
     int32_t n_expected, n_arrived;
     int32_t adding;  /* accumulations under way: another thread's backward must not launch the bucket now */

@@ -226,7 +226,8 @@ static ss_code launch_ready(ss_engine *e, int32_t only, bool at_end, ss_error *e
     for (int32_t b = from; b < to; b++) {
         ss_bucket *bucket = &e->buckets[b];
         if (!bucket->launched) {
-            bool complete = bucket->defer == 0 && bucket->n_expected > 0 && bucket->n_arrived >= bucket->n_expected;
+            bool complete = bucket->learned && bucket->defer == 0 && bucket->n_expected > 0 &&
+                            bucket->n_arrived >= bucket->n_expected;
             bool due = complete || (at_end && bucket->defer < 2);
             if (due && bucket->phase == SS_OPEN && bucket->adding == 0) {
                 SS_TRY(ss_window_launch(e, b, err));
@@ -311,6 +312,8 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     if (!p->arrived) {
         p->arrived = true;
         bucket->n_arrived += p->expected;
+    } else if (bucket->defer == 0) { /* re-entrant checkpointing of a layer used twice: its sums stay those of one process */
+        bucket->defer = 1;
     }
     return synchronising(e) ? launch_ready(e, b, false, err) : SS_OK;
 }
