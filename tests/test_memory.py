@@ -40,7 +40,7 @@ def settled():
 
 def build():
     layers = []
-    for k in range(LAYERS):
+    for _ in range(LAYERS):
         layer = nn.Linear(WIDTH, WIDTH, device="meta").to_empty(device="cpu")
         torch.nn.init.normal_(layer.weight, std=WIDTH**-0.5)
         torch.nn.init.zeros_(layer.bias)

@@ -81,6 +81,11 @@ def _metadata(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
+def _type(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``g.type()`` asks, ``g.type(dtype)`` converts."""
+    return (_metadata if len(args) == 1 and not kwargs else _read)(func, args, kwargs)
+
+
 def _alias(func: Callable, args: tuple, kwargs: dict) -> Any:
     """``g.data``, ``g.detach()``: the same gradient again."""
     guard = args[0]
@@ -271,12 +276,13 @@ _register(
     )
     + _methods(
         "size dim numel nelement ndimension stride storage_offset is_contiguous element_size data_ptr untyped_storage "
-        "is_floating_point is_complex is_signed get_device is_same_size type __len__ is_conj is_neg is_inference "
+        "is_floating_point is_complex is_signed get_device is_same_size __len__ is_conj is_neg is_inference "
         "_is_view _is_zerotensor is_set_to requires_grad_ detach_ __hash__"
     )
     + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad") if hasattr(Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_conj],
 )
+_register(_type, [Tensor.type])
 _register(_alias, [Tensor.data.__get__, Tensor.detach, torch.detach])
 _register(
     _vector_norm,

@@ -1,6 +1,7 @@
 """Process groups: who takes part, and which transport they use."""
 
 import hashlib
+import os
 import uuid
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,9 @@ from shardstep._errors import MismatchError, TransportError, UsageError
 
 TRANSPORTS = ("auto", "shm", "c10d")
 
+#: Gloo groups in a forked child, which has none of the threads that their end would wait for: they stay until it exits.
+FORKED: "list[dist.ProcessGroup]" = []
+
 
 class Group:
     """The ranks of one wrapped model: a torch process group, or this process alone."""
@@ -23,6 +27,7 @@ class Group:
             process_group = dist.group.WORLD
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise UsageError(f"process_group must be a torch.distributed process group, not {process_group!r}")
+        self.pid = os.getpid()
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world = dist.get_world_size(process_group) if process_group is not None else 1
@@ -50,7 +55,11 @@ class Group:
     def release(self) -> None:
         """Lets the control group go."""
         control, self.control = self.control, None
-        if control is not None:
+        if control is None:
+            return
+        if os.getpid() != self.pid:
+            FORKED.append(control)
+        else:
             _unregister_process_group(control.group_name)
 
     def gather(self, value: Any) -> list[Any]:
