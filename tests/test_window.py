@@ -307,13 +307,42 @@ def test_gradient_made_after_a_drop_is_not_dropped_with_the_old_one(transport):
 def divide_unused(rank, world):
     model, optimizer = wrapped()
     model(torch.full((5,), rank + 1.0), "a").backward()
-    for p in model.parameters():
+    for p in (model.b, model.a):
         if p.grad is not None:
             p.grad /= 2
-    assert model.b.grad is None
     optimizer.step()
     return [p[0].item() for p in model.parameters()]
 
 
 def test_gradient_that_no_rank_has_can_be_divided():
     assert ranks.run(2, divide_unused) == [[1 - 0.5 * 0.75, 1.0]] * 2
+
+
+def one_rank_adds(rank, world):
+    model, optimizer = wrapped(bucket_cap_mb=0.00001)
+    model(torch.full((5,), rank + 1.0)).backward()
+    assert model.a.grad.norm() == pytest.approx(1.5 * 5**0.5)
+    model(torch.full((5,), rank + 1.0), "ab"[rank]).backward()  # each bucket gets more on one rank only
+    norm = float(model.a.grad.norm())
+    model.b.grad.mul_(0.5)
+    optimizer.step()
+    return norm, model.a[0].item(), model.b[0].item()
+
+
+def one_rank_adds_before_a_scale(rank, world):
+    model, optimizer = wrapped(bucket_cap_mb=0.00001)
+    for use in ("ab", "ab"[rank]):
+        model(torch.full((5,), rank + 1.0), use).backward()
+        model.b.grad.mul_(0.5)
+    optimizer.step()
+    return model.a[0].item(), model.b[0].item()
+
+
+def test_gradient_to_which_another_rank_has_added_is_settled_before_it_is_scaled():
+    for got in ranks.run(2, one_rank_adds_before_a_scale):
+        assert got == pytest.approx((1 - 0.5 * 2.0, 1 - 0.5 * (1.5 / 2 + 1) / 2))
+
+
+def test_gradient_to_which_another_rank_has_added_is_settled_again():
+    for got in ranks.run(2, one_rank_adds):
+        assert got == pytest.approx((2.0 * 5**0.5, 1 - 0.5 * 2.0, 1 - 0.5 * 2.5 / 2))

@@ -380,6 +380,7 @@ static void hold(ss_engine *e)
             e->framework.bind(e->framework.ctx, i);
         } else if (!present && kind == SS_GRAD_BOUND) {
             e->framework.unbind(e->framework.ctx, i);
+            p->absent = true;
         }
         p->state = present ? SS_HELD : SS_NONE;
         p->kept = present;
@@ -451,22 +452,24 @@ static void learn_expected(ss_engine *e)
     }
 }
 
+/* Is rank k's request one that no rank before it has made? */
+static bool first_of_kind(const ss_engine *e, int k)
+{
+    const header *h = header_of(e, k);
+    for (int j = 0; j < k; j++) {
+        const header *earlier = header_of(e, j);
+        if (earlier->want == h->want && earlier->order == h->order && earlier->param == h->param) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static ss_code serve(ss_engine *e, ss_error *err)
 {
     for (int k = 0; k < e->world; k++) {
         const header *h = header_of(e, k);
-        bool served = false;
-        for (int j = 0; j < k; j++) {
-            const header *earlier = header_of(e, j);
-            served |= earlier->want == h->want && earlier->order == h->order && earlier->param == h->param;
-        }
-        if (served || h->want == SS_WANT_NOTHING) {
-            continue;
-        }
-        if (h->want == SS_WANT_NORM) {
-            const header *mine = header_of(e, e->rank);
-            e->norms_asked |= h->order == 2.0;
-            SS_TRY(ss_norms_agree(e, h->order, mine->want != SS_WANT_NORM || mine->order == h->order, err));
+        if (h->want != SS_WANT_FULL || !first_of_kind(e, k)) {
             continue;
         }
         int32_t b = e->layout.placements[h->param].bucket;
@@ -478,6 +481,13 @@ static ss_code serve(ss_engine *e, ss_error *err)
         SS_TRY(e->transport->ops->publish(e->transport, SS_PLANE_GRAD, b, err));
         SS_TRY(e->transport->ops->collect(e->transport, SS_PLANE_GRAD, b, err));
         SS_TRY(e->transport->ops->release(e->transport, SS_PLANE_GRAD, err));
+    }
+    for (int k = 0; k < e->world; k++) { /* norms after that: scaling a piece invalidates them */
+        const header *h = header_of(e, k), *mine = header_of(e, e->rank);
+        if (h->want == SS_WANT_NORM && first_of_kind(e, k)) {
+            e->norms_asked |= h->order == 2.0;
+            SS_TRY(ss_norms_agree(e, h->order, mine->want != SS_WANT_NORM || mine->order == h->order, err));
+        }
     }
     return SS_OK;
 }
@@ -501,7 +511,7 @@ static ss_code settle_abort(ss_engine *e, ss_error *err)
             ss_window_drop(e, i);
         }
     }
-    e->norms_valid = false;
+    e->norms_valid = e->unsettled = false;
     e->window_backwards = 0;
     begin_round(e);
     return SS_OK;
@@ -563,6 +573,7 @@ ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *plac
             combine_nothing(e, b);
         }
     }
+    e->unsettled = false;
     if (e->sharded) {
         hold(e);
         begin_round(e);

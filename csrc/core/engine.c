@@ -323,11 +323,12 @@ ss_gradient_state ss_engine_gradient(ss_engine *e, int32_t i)
     pthread_mutex_lock(&e->lock);
     uint8_t state = e->params[i].state;
     bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
+    bool unsettled = e->unsettled;
     pthread_mutex_unlock(&e->lock);
     if (state == SS_NONE && !joins) {
         return SS_GRADIENT_NONE;
     }
-    return state == SS_HELD ? SS_GRADIENT_HELD : SS_GRADIENT_PENDING;
+    return state == SS_HELD && !unsettled ? SS_GRADIENT_HELD : SS_GRADIENT_PENDING;
 }
 
 void ss_engine_scale(ss_engine *e, int32_t i, double factor)

@@ -37,6 +37,7 @@ typedef struct {
     bool handing;  /* between the hooks of an accumulation: .grad was unbound by us, autograd hands the gradient over */
     bool carried;  /* my piece of the bucket's carry counts for it */
     bool kept;     /* it was held at the last close, and nobody dropped it here since */
+    bool absent;   /* shown as PHANTOM, the close found that no rank has one; `p.grad /= n` assigns it again */
     bool arrived;  /* a gradient came in this backward */
     bool expected; /* a gradient is expected in every synchronising backward */
     double scale;  /* pending factor of a held gradient */
@@ -91,6 +92,7 @@ struct ss_engine {
     bool all_at_step;        /* in the last close every rank was in its step */
     bool stepping;           /* this rank is, and waits for the others */
     uint64_t edits;          /* in-place edits of held gradients, as counted on this rank */
+    bool unsettled;          /* a backward ran here since the last close: other ranks may have added to any gradient */
     bool norms_valid;
     double norm_order;
     bool aborted_by_peer;    /* the last close was aborted by a peer and this rank has been told */

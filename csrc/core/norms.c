@@ -139,7 +139,7 @@ int ss_engine_norm(ss_engine *e, double order, int32_t i, double *norm)
     pthread_mutex_lock(&e->lock);
     const ss_param *p = &e->params[i];
     bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
-    bool known = e->norms_valid && e->norm_order == order && !joins && (p->state == SS_HELD || p->state == SS_NONE);
+    bool known = e->norms_valid && !e->unsettled && e->norm_order == order && !joins && (p->state == SS_HELD || p->state == SS_NONE);
     if (known) {
         double root = p->norm_total;
         if (order == 2.0) {

@@ -36,6 +36,10 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
     if (kind == SS_GRAD_BOUND) {
         p->handing = false;
+        if (p->state == SS_NONE && p->absent) {
+            e->framework.unbind(e->framework.ctx, i);
+            return SS_OK;
+        }
         if (p->state == SS_NONE) {
             return ss_fail(err, SS_ERR_USAGE,
                            "the gradient of parameter '%s' was set to a tensor kept from an earlier window, whose content "
@@ -297,6 +301,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     ss_bucket *bucket = &e->buckets[b];
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
     p->handing = false;
+    e->unsettled = true;
     bucket->adding -= bucket->adding > 0;
     e->aborted_by_peer = false; /* a new window has begun */
     if (kind == SS_GRAD_NONE) { /* a hook of the user's took it */
@@ -341,6 +346,7 @@ static ss_code end_backward(ss_engine *e, ss_error *err)
             SS_TRY(ss_close_locked(e, &request, NULL, err));
         }
     }
+    e->unsettled = true;
     if (e->sharded && e->world > 1) {
         bind_phantoms(e);
     }
@@ -348,7 +354,7 @@ static ss_code end_backward(ss_engine *e, ss_error *err)
         e->buckets[b].n_arrived = 0;
     }
     for (int32_t i = 0; i < e->layout.n_params; i++) {
-        e->params[i].arrived = false;
+        e->params[i].arrived = e->params[i].absent = false;
     }
     e->backward++;
     e->window_backwards++;

@@ -163,16 +163,9 @@ def _scale(func: Callable, args: tuple, kwargs: dict) -> Any:
     if factor is None:
         return _elementwise(func, args, kwargs)
     engine = _engine_of(guard)
-    if not engine.ensure_closed(guard._index):
-        return _nothing(func, guard)
-    engine.core.scale(guard._index, factor if func in MULTIPLY else _inverse(factor))
+    if engine.ensure_closed(guard._index):
+        engine.core.scale(guard._index, factor if func in MULTIPLY else _inverse(factor))
     return guard
-
-
-def _nothing(func: Callable, guard: ShardedGradient) -> "ShardedGradient | None":
-    """The result of an in-place operation on a gradient that, so the close has shown, no rank has: .grad is None now, and
-    ``p.grad /= n`` assigns this result to it."""
-    return None if func.__name__.startswith("__i") else guard
 
 
 def _inverse(value: float) -> float:
@@ -186,7 +179,7 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         return _read(func, args, kwargs)
     engine = _engine_of(guard)
     if not engine.ensure_closed(guard._index):
-        return _nothing(func, guard)
+        return guard
     slot = engine.slots[guard._index]
     engine.core.materialise(guard._index)
 
