@@ -184,6 +184,9 @@ class Engine:
         found: set[int] = set()
 
         def visit(part: nn.Module) -> bool:
+            if isinstance(part, torch.jit.ScriptModule):  # its members are C++'s and cannot be replaced
+                found.update(id(p) for p in part.parameters())
+                return False
             ours = [(part._parameters, key, p) for key, p in part._parameters.items() if id(p) in self.index]
             found.update(id(p) for _, _, p in ours)
             below = [(part._modules, key, m) for key, m in part._modules.items() if m is not None and visit(m)]
@@ -281,11 +284,14 @@ class Engine:
 
     def before_forward(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
         """The arguments of the root's forward, floating-point tensors cast to ``param_dtype``."""
-        if self._unchecked:
+        if self._unchecked and not self._called_functionally():
             self.check()
             self._unchecked = False
-        if self._unplaced and self.sharded and torch.is_grad_enabled():
-            self._guard_unfrozen()
+        if self._unplaced and torch.is_grad_enabled():
+            if self.sharded:
+                self._guard_unfrozen()
+            else:  # every gradient is whole at the end of the backward, so there is no later time to join the layout
+                self._place([i for i in self._unplaced if self.params[i].requires_grad])
         if self.param_dtype is None:
             return args, kwargs
 
@@ -294,6 +300,11 @@ class Engine:
             return value.to(self.param_dtype) if floating else value
 
         return torch.utils._pytree.tree_map(cast, (args, kwargs))
+
+    def _called_functionally(self) -> bool:
+        """Has ``torch.func.functional_call`` put tensors in the place of parameters, for this forward only?"""
+        held = (owner.get(key) for owner, key, member in self._registrations if isinstance(member, nn.Parameter))
+        return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in held)
 
     def _guard_unfrozen(self) -> None:
         """A parameter unfrozen since it was wrapped joins the layout at the next close. Until then its gradient is this

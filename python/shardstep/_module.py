@@ -195,6 +195,11 @@ def wrap(
         raise UsageError(f"wrap() takes a torch.nn.Module, not {type(module).__name__}")
     if isinstance(module, Synchronised):
         raise UsageError("this module is wrapped already")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(
+            "a TorchScript module has no Python class to extend in place; wrap the module it was made from, or use "
+            "shardstep.DistributedDataParallel(module)"
+        )
     if optimizer is not None:
         _refuse(optimizer, elementwise)
     engine = Engine(

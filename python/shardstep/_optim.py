@@ -326,6 +326,14 @@ class ShardedOptimizer(Optimizer):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    def _attached(self) -> Engine:
+        if "engine" not in self.__dict__:
+            raise UsageError(
+                "this optimizer is a copy (by pickle or copy) and no model's gradients reach it; use the original, or give a "
+                "new torch optimizer its state_dict() and wrap that"
+            )
+        return self.engine
+
     @torch.no_grad()
     def step(self, closure: "Callable[[], Any] | None" = None) -> Any:
         """One update on every rank. Collective: closes the window, updates this rank's pieces, gathers parameters."""
@@ -333,7 +341,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engine = self.engine
+        engine = self._attached()
         if engine.closed:
             raise UsageError("the model was unwrapped; this optimizer no longer has anything to step")
         engine.check()
@@ -350,6 +358,7 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: gradients become None, or zero. Local; drops what has not been stepped with."""
+        self._attached()
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
