@@ -346,3 +346,18 @@ def test_gradient_to_which_another_rank_has_added_is_settled_before_it_is_scaled
 def test_gradient_to_which_another_rank_has_added_is_settled_again():
     for got in ranks.run(2, one_rank_adds):
         assert got == pytest.approx((2.0 * 5**0.5, 1 - 0.5 * 2.0, 1 - 0.5 * 2.5 / 2))
+
+
+def unused_after_module_zero_grad(rank, world):
+    model, optimizer = wrapped()
+    for _ in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            model(torch.full((5,), rank + 1.0), "ab" if rank == 1 else "a").backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+    return float(norm)
+
+
+def test_clip_after_the_modules_own_zero_grad_sees_what_only_another_rank_used():
+    assert ranks.run(2, unused_after_module_zero_grad) == pytest.approx([(5 * 1.5**2 + 5 * 1.0) ** 0.5] * 2)

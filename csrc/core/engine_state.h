@@ -50,6 +50,7 @@ typedef struct {
     bool launched;   /* in this round */
     bool late;       /* some rank has gradient that round one does not carry: the ranks agreed on a round two */
     bool norms_ready;
+    bool reduced;    /* in flight, but my segment is summed: nothing more to do for it before the close */
     bool published;
     bool learned;    /* a round has shown which gradients to expect, and whether they come once per backward */
     uint8_t defer;   /* 0: launch with the last expected gradient; 1: at the end of backward; 2: at the close */

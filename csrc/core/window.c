@@ -215,6 +215,7 @@ ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
     ss_norms_begin(e, b);
     bucket->phase = SS_LAUNCHED;
     bucket->launched = true;
+    bucket->reduced = false;
     bucket->late_backward = e->backward;
     return e->transport->ops->launch(e->transport, b, contributes, err);
 }
@@ -249,9 +250,11 @@ static ss_code launch_ready(ss_engine *e, int32_t only, bool at_end, ss_error *e
         }
     }
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
-        if (e->buckets[b].phase == SS_LAUNCHED) {
+        ss_bucket *bucket = &e->buckets[b];
+        if (bucket->phase == SS_LAUNCHED && !bucket->reduced) {
             ss_reduce_state state;
             SS_TRY(e->transport->ops->poll(e->transport, b, &state, err));
+            bucket->reduced = state != SS_REDUCE_PENDING;
         }
     }
     return SS_OK;
@@ -329,7 +332,10 @@ static void bind_phantoms(ss_engine *e)
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
         int32_t b = e->layout.placements[i].bucket;
-        if (b >= 0 && p->state == SS_NONE && e->framework.kind(e->framework.ctx, i) == SS_GRAD_NONE) {
+        if (b >= 0 && e->framework.kind(e->framework.ctx, i) == SS_GRAD_NONE) {
+            if (p->state != SS_NONE) { /* model.zero_grad() set .grad to None, which nobody has looked at since */
+                ss_window_drop(e, i);
+            }
             e->framework.bind(e->framework.ctx, i);
             p->state = SS_PHANTOM;
             e->norms_valid = false;

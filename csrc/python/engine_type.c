@@ -197,9 +197,9 @@ static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
 
 PyDoc_STRVAR(slot_doc,
              "slot(i, like) -> dict or None\n\n"
-             "Tensors over parameter i's memory: `grad` and `param` (None in replicated mode) with the sizes and strides of\n"
-             "`like`; `piece_grad`, `piece_param`, `piece_master` flat over what this rank owns; `begin` and `numel` of the\n"
-             "piece within the parameter; `bucket`. None when the parameter is not in the layout.");
+             "Tensors over parameter i's memory, with the sizes and strides of `like`: `grad`, and `param` (None in replicated\n"
+             "mode). What this rank owns of it: `begin` and `numel` within the parameter, `in_segment` within its segment of\n"
+             "`segment` elements of `bucket`. None when the parameter is not in the layout.");
 
 static PyObject *engine_slot(EngineObject *self, PyObject *args)
 {
@@ -216,23 +216,44 @@ static PyObject *engine_slot(EngineObject *self, PyObject *args)
     PyObject *grad = ss_shim_tensor_like(slot.grad, shape->grad_dtype, like, slot.region);
     PyObject *param = slot.param != NULL ? ss_shim_tensor_like(slot.param, shape->param_dtype, like, slot.region)
                                          : Py_NewRef(Py_None);
-    PyObject *piece_grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
-    PyObject *piece_param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
-    PyObject *piece_master = slot.piece_master == NULL || slot.master_region != NULL
-                                 ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
-                                 : Py_XNewRef(piece_param);
-    if (grad == NULL || param == NULL || piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
+    if (grad == NULL || param == NULL) {
         Py_XDECREF(grad);
         Py_XDECREF(param);
-        Py_XDECREF(piece_grad);
-        Py_XDECREF(piece_param);
-        Py_XDECREF(piece_master);
         return NULL;
     }
-    return Py_BuildValue("{s:N,s:N,s:N,s:N,s:N,s:L,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "piece_grad", piece_grad,
-                         "piece_param", piece_param, "piece_master", piece_master, "begin",
+    return Py_BuildValue("{s:N,s:N,s:L,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "begin",
                          (long long)slot.piece.in_param, "numel", (long long)slot.piece.numel, "in_segment",
                          (long long)slot.piece.in_segment, "segment", (long long)shape->segment, "bucket", slot.bucket);
+}
+
+PyDoc_STRVAR(pieces_doc,
+             "pieces(i) -> dict or None\n\n"
+             "Flat tensors over what this rank owns of parameter i: `piece_grad`, `piece_param`, and `piece_master`, which is\n"
+             "`piece_param` itself for FP32 parameters and None for FP64 ones.");
+
+static PyObject *engine_pieces(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    ss_slot slot = ss_engine_slot(self->engine, i);
+    if (slot.bucket < 0) {
+        Py_RETURN_NONE;
+    }
+    const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
+    PyObject *grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
+    PyObject *param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
+    PyObject *master = slot.piece_master == NULL || slot.master_region != NULL
+                           ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
+                           : Py_XNewRef(param);
+    if (grad == NULL || param == NULL || master == NULL) {
+        Py_XDECREF(grad);
+        Py_XDECREF(param);
+        Py_XDECREF(master);
+        return NULL;
+    }
+    return Py_BuildValue("{s:N,s:N,s:N}", "piece_grad", grad, "piece_param", param, "piece_master", master);
 }
 
 static PyObject *engine_attach(EngineObject *self, PyObject *args)
@@ -650,6 +671,7 @@ static PyMethodDef methods[] = {
     {"close_down", (PyCFunction)engine_close_down, METH_NOARGS, "Removes hooks and frees the transport."},
     {"place", (PyCFunction)engine_place, METH_VARARGS, "place(indices): collective; puts parameters into new buckets."},
     {"slot", (PyCFunction)engine_slot, METH_VARARGS, slot_doc},
+    {"pieces", (PyCFunction)engine_pieces, METH_O, pieces_doc},
     {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(i, bound, slot): hooks parameter i."},
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
     {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},

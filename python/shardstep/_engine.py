@@ -4,9 +4,11 @@ The work is done in C (``_C.Engine``); this file puts parameters in, hands guard
 """
 
 import array
+import contextlib
+import gc
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +34,18 @@ DEFAULT_BUCKET_MB = 25.0
 OWNERS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
 
 
+@contextlib.contextmanager
+def collector_paused() -> "Iterator[None]":
+    """Many small objects that all stay are made at once: the cyclic collector would look through them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def owner_of(parameter: torch.Tensor) -> "Engine | None":
     reference = OWNERS.get(parameter)
     engine = reference() if reference is not None else None
@@ -40,6 +54,20 @@ def owner_of(parameter: torch.Tensor) -> "Engine | None":
 
 def indices(values: Iterable[int]) -> array.array:
     return array.array("i", values)
+
+
+class Slot(dict):
+    """Where a parameter lives, and what of it is this rank's: what ``_C.Engine.slot`` says. The flat tensors over this rank's
+    piece (``piece_grad``, ``piece_param``, ``piece_master``) are made when they are first asked for."""
+
+    def __init__(self, core: _C.Engine, i: int, like: torch.Tensor):
+        super().__init__(core.slot(i, like))
+        self._where = core, i
+
+    def __missing__(self, key: str) -> Any:
+        core, i = self._where
+        self.update(core.pieces(i))
+        return self[key]
 
 
 class Engine:
@@ -225,27 +253,27 @@ class Engine:
         self.core.place(indices(wanted))
         self.n_buckets = len(self.core.buckets())
         reference = weakref.ref(self)
-        for i in wanted:
-            parameter = self.params[i]
-            like = parameter.detach()
-            if not _is_dense(like):
-                like = torch.empty(like.shape, dtype=like.dtype)
-            slot = self.core.slot(i, like)
-            with torch.no_grad():
-                if slot["param"] is not None:
-                    if slot["piece_master"] is not None and slot["param"].dtype in LOW:
+        with torch.no_grad(), collector_paused():
+            for i in wanted:
+                parameter = self.params[i]
+                like = parameter.detach()
+                if not _is_dense(like):
+                    like = torch.empty(like.shape, dtype=like.dtype)
+                slot = self.slots[i] = Slot(self.core, i, like)
+                param, grad = slot["param"], slot["grad"]
+                if param is not None:
+                    if param.dtype in LOW:
                         flat = _in_memory_order(parameter.detach(), like)
                         slot["piece_master"].copy_(flat[slot["begin"] : slot["begin"] + slot["numel"]])
-                    slot["param"].copy_(parameter.detach())
-                    parameter.data = slot["param"]
-            if slot["grad"].dtype != parameter.dtype:
-                parameter.grad_dtype = None
-            self.slots[i] = slot
-            bound = ShardedGradient.over(slot["grad"], reference, i) if self.sharded else slot["grad"]
-            self.guards[i] = bound
-            self.core.attach(i, bound, slot["grad"])
-            if i in self.joining:
-                self.joining.pop(i).remove()
+                    param.copy_(parameter.detach())
+                    parameter.data = param
+                if grad.dtype != parameter.dtype:
+                    parameter.grad_dtype = None
+                bound = ShardedGradient.over(grad, reference, i) if self.sharded else grad
+                self.guards[i] = bound
+                self.core.attach(i, bound, grad)
+                if i in self.joining:
+                    self.joining.pop(i).remove()
         self._unplaced = [i for i, slot in enumerate(self.slots) if slot is None]
 
     def check(self) -> None:
@@ -459,6 +487,8 @@ def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Do its elements fill a range of memory without gaps or overlaps, in some order of its dimensions?"""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
         if stride != expected:

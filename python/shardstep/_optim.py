@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardstep._engine import AT_STEP, HELD, LOW, Engine, indices, owner_of
+from shardstep._engine import AT_STEP, HELD, LOW, Engine, collector_paused, indices, owner_of
 from shardstep._errors import UsageError
 
 ADAM, SGD = range(2)
@@ -63,7 +63,8 @@ class FusedRule:
             state[name] = view
         if self.kind == ADAM:
             state["step"] = self.steps[i]
-            self.steps[i] = float(warm.get("step", 0.0))
+            if "step" in warm:
+                self.steps[i] = float(warm["step"])
         elif group["momentum"] != 0:
             if warm.get("momentum_buffer") is None:
                 state["momentum_buffer"] = None
@@ -84,7 +85,7 @@ class FusedRule:
         if bucket not in flat:
             flat[bucket] = torch.zeros(slot["segment"], dtype=torch.float32)
             self._addresses = None
-        return flat[bucket][slot["in_segment"] : slot["in_segment"] + slot["numel"]]
+        return flat[bucket].narrow(0, slot["in_segment"], slot["numel"])
 
     def _addresses_of(self, name: str) -> array.array:
         flat = self.flat.get(name, {})
@@ -284,9 +285,10 @@ class ShardedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks
         self._rule = FusedRule(self) if _is_fused(optimizer, self.engine) else TorchRule(self)
-        for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                self._take(parameter, index, warm.get(parameter, {}))
+        with collector_paused():
+            for index, group in enumerate(self.param_groups):
+                for parameter in group["params"]:
+                    self._take(parameter, index, warm.get(parameter, {}))
         self.engine.add_optimizer(self)
 
     # -- membership ---------------------------------------------------------------------------------------------------
