@@ -6,9 +6,8 @@ import warnings
 
 import pytest
 import ranks
-import torch
-
 import shardstep
+import torch
 
 
 def net():

@@ -41,8 +41,9 @@ def build_library() -> pathlib.Path:
     csrc = ROOT / "csrc"
     digest = hashlib.sha256(torch.__version__.encode())
     headers = ["core/dtype.h", "core/region.h", "core/status.h", "transport/transport.h", "transport/c10d.h"]
-    for path in sorted([*(csrc / h for h in headers), *csrc.glob("kernels/*.h"), *(csrc / s for s in SOURCES_C), csrc / "shim/c10d.cpp", csrc / "shim/c10d_peers.hpp",
-                        ROOT / "tests/c/other_backend.cpp", pathlib.Path(__file__)]):
+    shim = [csrc / "shim/c10d.cpp", csrc / "shim/c10d_peers.hpp", ROOT / "tests/c/other_backend.cpp"]
+    core = [*(csrc / h for h in headers), *csrc.glob("kernels/*.h"), *(csrc / s for s in SOURCES_C)]
+    for path in sorted([*core, *shim, pathlib.Path(__file__)]):
         digest.update(path.read_bytes())
     folder = pathlib.Path(tempfile.gettempdir()) / f"shardstep-c10d-{os.getuid()}-{digest.hexdigest()[:16]}"
     library = folder / "c10d.so"

@@ -204,7 +204,7 @@ class TorchRule:
         core = self.engine.core
         stepped = [i for i in self.members if core.gradient(i) == HELD]
         core.adopt(indices(stepped))
-        for i, shard in self.shards.items():
+        for shard in self.shards.values():
             shard.grad = None
         for i in stepped:
             core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
