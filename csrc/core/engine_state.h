@@ -1,4 +1,4 @@
-/* The engine's private state, shared by window.c, close.c, update.c, norms.c and engine.c. */
+/* The engine's private state, shared by window.c, message.c, close.c, pieces.c, norms.c, update.c and engine.c. */
 #ifndef SHARDSTEP_CORE_ENGINE_STATE_H
 #define SHARDSTEP_CORE_ENGINE_STATE_H
 
