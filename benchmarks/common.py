@@ -107,9 +107,14 @@ class Job:
 
 
 def report(result: dict, rank: "int | None" = None) -> None:
-    """Called by a rank: hands its result to :meth:`Job.run`."""
+    """A rank's last call: hands its result to :meth:`Job.run`, and ends it where there is a process group."""
     rank = int(os.environ["RANK"]) if rank is None else rank
     (Path(os.environ["BENCH_RESULTS"]) / f"{rank}.json").write_text(json.dumps(result))
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        sys.stdout.flush()
+        os._exit(0)  # peers differ in how well they shut down (Gloo's threads may abort), and it is not what is measured
 
 
 def take_turns(jobs: Sequence[Job], rounds: int) -> dict[str, list[list[dict]]]:

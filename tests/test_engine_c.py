@@ -12,9 +12,8 @@ ENGINE = ["tests/c/stress_engine.c", "tests/c/thread_wire.c", *CORE, *KERNELS, *
 FLAGS = ("-fno-math-errno", "-fno-trapping-math")
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_programs_give_the_closed_form(seed):
-    run(ENGINE, FLAGS, 2000, seed, seconds=120)
+def test_random_programs_give_the_closed_form():
+    run(ENGINE, FLAGS, 6000, 1, seconds=120)
 
 
 def test_engine_has_no_data_race():
