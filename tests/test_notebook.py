@@ -48,7 +48,7 @@ def test_the_notebook_shows_what_it_says(monkeypatch):
         assert curve == pytest.approx(losses["DDP"], abs=1e-3)
     # 8 + 8/W, and what else the process came to hold in so short a run; test_memory.py holds the budget to 3 %
     assert 11.6 < measured["held"]["shardstep"] < 14
-    assert measured["held"]["DDP"] == pytest.approx(16, rel=0.05)
+    assert 15.5 < measured["held"]["DDP"] < 18.5
     for name, thrifty, k, count in measured["wire"]:
         if name != "FSDP2" and thrifty:
             assert count == pytest.approx(4, rel=0.02)  # half of the gradients and half of the weights, or as much
