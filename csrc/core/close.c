@@ -391,23 +391,3 @@ int32_t ss_engine_wanted(ss_engine *e, int32_t *params)
     pthread_mutex_unlock(&e->lock);
     return n;
 }
-
-ss_code ss_engine_is_closed(ss_engine *e, int *closed, ss_error *err)
-{
-    pthread_mutex_lock(&e->lock);
-    ss_code code = SS_OK;
-    *closed = 1;
-    for (int32_t i = 0; code == SS_OK && i < e->layout.n_params; i++) {
-        if (e->layout.placements[i].bucket < 0) {
-            *closed &= !e->framework.wants_place(e->framework.ctx, i);
-            continue;
-        }
-        code = ss_window_reconcile(e, i, true, err);
-        *closed &= e->params[i].state == SS_NONE || e->params[i].state == SS_HELD;
-    }
-    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
-        *closed &= !e->buckets[b].launched;
-    }
-    pthread_mutex_unlock(&e->lock);
-    return code;
-}

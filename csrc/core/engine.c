@@ -33,7 +33,7 @@ ss_code ss_check_usable(const ss_engine *e, ss_error *err)
     return SS_OK;
 }
 
-void ss_describe_bucket(const ss_engine *e, int32_t b, char *text, size_t size)
+static void describe_bucket(const ss_engine *e, int32_t b, char *text, size_t size)
 {
     const ss_bucket_shape *shape = &e->layout.buckets[b];
     const int32_t *members = e->layout.members + shape->first_member;
@@ -53,7 +53,7 @@ ss_code ss_broke(ss_engine *e, ss_code code, const char *phase, ss_error *err)
     ss_error_prefix(err, "shardstep rank %d, in %s", e->rank, phase);
     if (err->bucket >= 0 && err->bucket < e->layout.n_buckets) {
         char text[256];
-        ss_describe_bucket(e, err->bucket, text, sizeof text);
+        describe_bucket(e, err->bucket, text, sizeof text);
         size_t used = strlen(err->message);
         snprintf(err->message + used, sizeof err->message - used, " (%s)", text);
     }
@@ -401,5 +401,3 @@ void ss_engine_memory(ss_engine *e, ss_memory *memory)
     }
     pthread_mutex_unlock(&e->lock);
 }
-
-void ss_engine_fail(ss_engine *e, const char *message) { e->transport->ops->fail(e->transport, message); }

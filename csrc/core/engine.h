@@ -117,9 +117,6 @@ typedef struct {
 ss_code ss_engine_close(ss_engine *engine, const ss_close_request *request, int *place_needed, ss_error *err);
 int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n_params entries */
 
-/* Has a rank-local change happened since the last close? When not, a read needs no communication. */
-ss_code ss_engine_is_closed(ss_engine *engine, int *closed, ss_error *err);
-
 /* The norm of a parameter's gradient, NaN-propagating, 0 where there is none. Returns 0 when it is not known: close and
    want it first. */
 int ss_engine_norm(ss_engine *engine, double order, int32_t param, double *norm);
@@ -186,9 +183,6 @@ typedef struct {
     uint64_t params, grads, padding, master, carry; /* bytes now */
 } ss_memory;
 void ss_engine_memory(ss_engine *engine, ss_memory *memory);
-
-/* Publishes that this rank cannot go on, so that peers stop waiting. */
-void ss_engine_fail(ss_engine *engine, const char *message);
 
 #ifdef __cplusplus
 }

@@ -113,7 +113,6 @@ double ss_now(void);
 ss_code ss_check_usable(const ss_engine *e, ss_error *err);
 /* Records an unmendable failure of a collective and adds names to it. Returns `code`. */
 ss_code ss_broke(ss_engine *e, ss_code code, const char *phase, ss_error *err);
-void ss_describe_bucket(const ss_engine *e, int32_t bucket, char *text, size_t size);
 
 static inline void *ss_grad_at(const ss_engine *e, int32_t bucket, int64_t element)
 {

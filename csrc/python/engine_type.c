@@ -342,23 +342,6 @@ static PyObject *engine_close(EngineObject *self, PyObject *args)
     return list;
 }
 
-static PyObject *engine_is_closed(EngineObject *self, PyObject *unused)
-{
-    (void)unused;
-    if (check_open(self) < 0) {
-        return NULL;
-    }
-    int closed = 0;
-    ss_error err = {0};
-    ss_code code;
-    WITHOUT_GIL(code, ss_engine_is_closed(self->engine, &closed, &err));
-    if (code != SS_OK) {
-        ss_raise_error(&err);
-        return NULL;
-    }
-    return PyBool_FromLong(closed);
-}
-
 static PyObject *engine_norm(EngineObject *self, PyObject *args)
 {
     double order, norm = 0.0;
@@ -657,16 +640,6 @@ static PyObject *engine_buckets(EngineObject *self, PyObject *unused)
     return list;
 }
 
-static PyObject *engine_fail(EngineObject *self, PyObject *text)
-{
-    const char *message = PyUnicode_AsUTF8(text);
-    if (message == NULL || check_open(self) < 0) {
-        return NULL;
-    }
-    ss_engine_fail(self->engine, message);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
     {"close_down", (PyCFunction)engine_close_down, METH_NOARGS, "Removes hooks and frees the transport."},
     {"place", (PyCFunction)engine_place, METH_VARARGS, "place(indices): collective; puts parameters into new buckets."},
@@ -678,7 +651,6 @@ static PyMethodDef methods[] = {
     {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
-    {"is_closed", (PyCFunction)engine_is_closed, METH_NOARGS, NULL},
     {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
@@ -695,7 +667,6 @@ static PyMethodDef methods[] = {
     {"stats", (PyCFunction)engine_stats, METH_NOARGS, NULL},
     {"memory", (PyCFunction)engine_memory, METH_NOARGS, NULL},
     {"buckets", (PyCFunction)engine_buckets, METH_NOARGS, NULL},
-    {"fail", (PyCFunction)engine_fail, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
