@@ -75,6 +75,7 @@ class Kernels(ctypes.Structure):
         ("reduce_f64", kernel(c_void_p, POINTER(c_void_p), c_int, c_int64)),
         ("sumsq_f32", kernel(c_void_p, c_int64, c_int64, c_void_p)),
         ("sumsq_f64", kernel(c_void_p, c_int64, c_int64, c_void_p)),
+        ("copy_through", kernel(c_void_p, c_void_p, c_int64)),
         ("scale_f32", kernel(c_void_p, c_float, c_int64)),
         ("scale_f64", kernel(c_void_p, c_double, c_int64)),
         ("add_scaled_f32", kernel(c_void_p, c_void_p, c_float, c_int64)),
@@ -233,6 +234,18 @@ def test_sum_of_squares_is_not_finite_when_an_element_is_not(kernels, position, 
     kernels.sumsq_f32(x.data_ptr(), 37, 5, lanes.ctypes.data)
     assert not np.isfinite(lanes[(5 + position) % 16])
     assert np.isfinite(lanes).sum() == 15
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 4095, 4096, 4097, 4096 + 255, 65536 + 17])
+@pytest.mark.parametrize("to, source", [(0, 0), (1, 0), (0, 5), (63, 9), (64, 1)])
+def test_copy_through_copies_those_bytes_and_no_others(kernels, n, to, source):
+    generator = torch.Generator().manual_seed(n)
+    data = torch.randint(256, (n + 128,), generator=generator, dtype=torch.uint8)
+    target = torch.full((n + 192,), 77, dtype=torch.uint8)
+    expected = target.clone()
+    expected[to : to + n] = data[source : source + n]
+    kernels.copy_through(target.data_ptr() + to, data.data_ptr() + source, n)
+    assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -70,6 +70,10 @@ typedef struct {
     void (*sumsq_f32)(const float *x, int64_t n, int64_t phase, double lanes[SS_NORM_LANES]);
     void (*sumsq_f64)(const double *x, int64_t n, int64_t phase, double lanes[SS_NORM_LANES]);
 
+    /* memcpy past the cache, for a destination that this core does not read again soon: stores that fill whole lines do
+       not fetch them first, and do not push out what is still needed. Visible to other processes when it returns. */
+    void (*copy_through)(void *dst, const void *src, int64_t bytes);
+
     /* x[i] *= scale */
     void (*scale_f32)(float *x, float scale, int64_t n);
     void (*scale_f64)(double *x, double scale, int64_t n);

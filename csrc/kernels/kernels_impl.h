@@ -7,7 +7,7 @@
  */
 #include "kernels/numeric.h"
 
-#ifdef __AVX__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -112,6 +112,50 @@ SS_INLINE vf64 load_f32_as_f64(const float *x)
 
 SS_DEFINE_REDUCE(reduce_f32, float, vf32)
 SS_DEFINE_REDUCE(reduce_f64, double, vf64)
+
+/* ---- Copies ---- */
+
+#define SS_COPY_THROUGH_MIN 4096 /* bytes; shorter copies stay in the cache anyway */
+#define SS_COPY_AHEAD 1024       /* bytes to prefetch ahead */
+
+#ifdef __SSE2__
+SS_INLINE void store_through(char *to, const char *from)
+{
+#if defined(__AVX512F__)
+    _mm512_stream_si512((void *)to, _mm512_loadu_si512(from));
+#elif defined(__AVX__)
+    _mm256_stream_si256((void *)to, _mm256_loadu_si256((const void *)from));
+#else
+    _mm_stream_si128((void *)to, _mm_loadu_si128((const void *)from));
+#endif
+}
+#endif
+
+static void copy_through(void *dst, const void *src, int64_t bytes)
+{
+    char *to = dst;
+    const char *from = src;
+#ifdef __SSE2__
+    if (bytes >= SS_COPY_THROUGH_MIN) {
+        int64_t head = (int64_t)(-(uintptr_t)to % 64);
+        memcpy(to, from, (size_t)head);
+        int64_t at = head;
+        for (; at + 256 <= bytes; at += 256) {
+            SS_UNROLL
+            for (int k = 0; k < 256; k += 64) {
+                __builtin_prefetch(from + at + k + SS_COPY_AHEAD);
+            }
+            SS_UNROLL
+            for (int k = 0; k < 256; k += SS_VECTOR_BYTES) {
+                store_through(to + at + k, from + at + k);
+            }
+        }
+        _mm_sfence(); /* such stores are ordered with no others */
+        to += at, from += at, bytes -= at;
+    }
+#endif
+    memcpy(to, from, (size_t)bytes);
+}
 
 /* Elements to fetch ahead: without it a lone stream of reads stays well below the memory limit. */
 #define SS_PREFETCH 512
@@ -336,6 +380,7 @@ const ss_kernels SS_KERNELS_TABLE = {
     .isa = SS_KERNELS_ISA,
     .reduce_f32 = reduce_f32,
     .reduce_f64 = reduce_f64,
+    .copy_through = copy_through,
     .sumsq_f32 = sumsq_f32,
     .sumsq_f64 = sumsq_f64,
     .scale_f32 = scale_f32,

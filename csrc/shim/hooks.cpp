@@ -19,6 +19,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/kernels.h"
 #include "shim/shim.h"
 
 namespace ag = torch::autograd;
@@ -138,12 +139,14 @@ struct Param {
 
 struct ss_shim {
     LinkPtr link;
+    const ss_kernels* kernels = ss_kernels_get(nullptr);
     std::vector<Param> params;
 };
 
 namespace {
 
 Param& at_ctx(void* ctx, int32_t i) { return static_cast<ss_shim*>(ctx)->params[i]; }
+const ss_kernels* kernels_of(void* ctx) { return static_cast<ss_shim*>(ctx)->kernels; }
 
 ss_grad_kind kind(void* ctx, int32_t i)
 {
@@ -172,18 +175,37 @@ void written(void* ctx, int32_t i)
 
 bool same_memory_order(const at::Tensor& a, const at::Tensor& b)
 {
-    return a.layout() == at::kStrided && a.device() == b.device() && a.scalar_type() == b.scalar_type() &&
-           a.sizes() == b.sizes() && a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
+    return a.layout() == at::kStrided && a.device() == b.device() && a.sizes() == b.sizes() &&
+           a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
+}
+
+// dst := grad, both dense on the CPU and of one memory order. False when the kernels have no such copy.
+bool copy_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::Tensor& grad)
+{
+    void* to = dst.data_ptr();
+    const void* from = grad.const_data_ptr();
+    if (grad.scalar_type() == dst.scalar_type()) {
+        if (from != to) {
+            kernels->copy_through(to, from, static_cast<int64_t>(dst.nbytes()));
+        }
+        return true;
+    }
+    if (dst.scalar_type() == at::kFloat && grad.scalar_type() == at::kBFloat16) {
+        kernels->bf16_to_f32(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
+        return true;
+    }
+    if (dst.scalar_type() == at::kFloat && grad.scalar_type() == at::kHalf) {
+        kernels->f16_to_f32(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
+        return true;
+    }
+    return false;
 }
 
 // dst := grad, with dst a plain dense tensor.
-void copy_gradient(at::Tensor dst, const at::Tensor& grad)
+void copy_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad)
 {
     TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
-    if (same_memory_order(grad, dst) && dst.is_cpu()) {
-        if (grad.data_ptr() != dst.data_ptr()) {
-            std::memcpy(dst.data_ptr(), grad.data_ptr(), dst.nbytes());
-        }
+    if (same_memory_order(grad, dst) && dst.is_cpu() && copy_elements(kernels, dst, grad)) {
         return;
     }
     at::NoGradGuard no_grad;
@@ -206,7 +228,7 @@ ss_code guarded(ss_error* err, const std::function<void()>& body)
 ss_code fold(void* ctx, int32_t i, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] { copy_gradient(p.slot, p.variable.grad()); });
+    return guarded(err, [&] { copy_gradient(kernels_of(ctx), p.slot, p.variable.grad()); });
 }
 
 ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
@@ -214,9 +236,9 @@ ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst
     Param& p = at_ctx(ctx, i);
     return guarded(err, [&] {
         at::Tensor grad = p.variable.grad();
-        if (!same_memory_order(grad, p.slot)) {
+        if (!same_memory_order(grad, p.slot) || grad.scalar_type() != p.slot.scalar_type()) {
             at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-            copy_gradient(whole, grad);
+            copy_gradient(kernels_of(ctx), whole, grad);
             grad = whole;
         }
         size_t size = grad.element_size();
@@ -229,7 +251,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
     Param& p = at_ctx(ctx, i);
     return guarded(err, [&] {
         at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-        copy_gradient(late, p.variable.grad());
+        copy_gradient(kernels_of(ctx), late, p.variable.grad());
         if (p.beside.defined()) {
             at::NoGradGuard no_grad;
             p.beside.add_(late);
@@ -242,7 +264,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
 ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    ss_code code = guarded(err, [&] { copy_gradient(p.slot, p.beside); });
+    ss_code code = guarded(err, [&] { copy_gradient(kernels_of(ctx), p.slot, p.beside); });
     p.beside.reset();
     return code;
 }

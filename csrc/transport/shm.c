@@ -249,7 +249,7 @@ static ss_code shm_collect(ss_transport *transport, ss_plane plane, int bucket, 
         int k = (rank + i) % world;
         SS_TRY(ss_shm_wait(t, &segment, k, deadline, err));
         size_t at = offset + (size_t)k * bytes;
-        memcpy((char *)b->chunk->bases[rank] + at, (const char *)b->chunk->bases[k] + at, bytes);
+        t->kernels->copy_through((char *)b->chunk->bases[rank] + at, (const char *)b->chunk->bases[k] + at, (int64_t)bytes);
     }
     b->publication[plane] = SS_COLLECTED;
     t->base.traffic.all_gather_bytes += (uint64_t)(world - 1) * bytes;
