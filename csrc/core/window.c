@@ -194,6 +194,11 @@ ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
 {
     ss_bucket *bucket = &e->buckets[b];
     const ss_bucket_shape *shape = &e->layout.buckets[b];
+    SS_EACH_MEMBER(e, b, i) { /* what the user has dropped or replaced since and no backward has come by */
+        if (e->params[i].state == SS_LOCAL) {
+            SS_TRY(ss_window_reconcile(e, i, false, err));
+        }
+    }
     bool contributes = ss_window_has_local(e, b);
     size_t element = ss_dtype_size(shape->grad_dtype);
     SS_EACH_MEMBER(e, b, i) {

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardstep import _C
+from shardstep._buffers import CHUNK, Buffers
 from shardstep._errors import MismatchError, UsageError
 from shardstep._gradient import ShardedGradient
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
@@ -29,6 +30,7 @@ NONE, HELD, PENDING = range(3)
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 LOW = (torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_MB = 25.0
+ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
 #: Which engine a parameter belongs to: a parameter can be in one wrap only, and optimizers are checked against it.
 OWNERS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
@@ -87,17 +89,20 @@ class Engine:
         init_sync: bool = True,
         ignored_params: "Iterable[torch.Tensor] | None" = None,
         debug: bool = False,
+        broadcast_buffers: bool = True,
+        init_buffers: "bool | None" = None,
+        ignored_buffers: "Collection[str]" = (),
+        bucket_caps_mb: "Sequence[float]" = (),
     ):
         self.closed = True
         self.pid = os.getpid()
         self.stepping = False  # inside ShardedOptimizer.step
-        #: Sharded class form: the module whose buffers become rank 0's at the end of every step, where all ranks are. At a
-        #: forward, as torch DDP has it, a rank that skips one would make the others wait for ever.
-        self.buffers_of: nn.Module | None = None
         self.sharded = sharded
         self.debug = debug
         self.param_dtype = param_dtype
         self.group = Group(process_group)
+        self.buffers = Buffers(module, self.group, broadcast_buffers, ignored_buffers)
+        self._init_buffers = broadcast_buffers if init_buffers is None else init_buffers
         try:
             ignored_params = list(ignored_params or ())
         except TypeError:
@@ -105,14 +110,17 @@ class Engine:
         self.settings = dict(
             process_group=process_group, transport=transport, param_dtype=param_dtype, bucket_cap_mb=bucket_cap_mb,
             accumulate=accumulate, timeout=timeout, ignored_params=ignored_params, debug=debug,
+            broadcast_buffers=broadcast_buffers, init_buffers=init_buffers, ignored_buffers=ignored_buffers,
+            bucket_caps_mb=bucket_caps_mb,
         )
         refused, timeout_seconds = None, 0.0
         try:
             bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb)
+            self._bucket_caps = [int(_positive("bucket_cap_mb_list", mb) * 2**20) for mb in bucket_caps_mb]
             timeout_seconds = seconds(timeout)
             self._check_options()
             self._collect(module, ignored_params)
-            description = self._describe(module, bucket_mb)
+            description = self._describe(bucket_mb)
         except UsageError as error:  # the others must not wait for this rank
             refused, description = error, [("refused", str(error))]
         try:
@@ -122,14 +130,16 @@ class Engine:
         if refused is not None:
             raise refused
         if init_sync:
-            _broadcast_from_rank_0(module, self.group, self.ignored)
+            self._broadcast_parameters(module)
+            if self._init_buffers:
+                self.buffers.broadcast()
         self.core = _C.Engine(
             params=self.params,
             names=self.names,
             param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
             grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
             transport=open_transport(transport, self.group, timeout_seconds),
-            bucket_bytes=int(bucket_mb * 2**20),
+            bucket_bytes=max(self._bucket_caps, default=int(bucket_mb * 2**20)),
             sharded=sharded,
             accumulate=accumulate,
         )
@@ -142,7 +152,7 @@ class Engine:
         self._unplaced = list(range(len(self.params)))
         self.joining: dict[int, Any] = {}  # parameters unfrozen since, not placed yet: handles of the hooks that guard them
         self._unchecked = True
-        self._buffers_at = 0
+        self._buffers_at = -1  # closes, when the buffers were last sent
         self._optimizers: list[weakref.ref] = []
         self._last_totals: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
@@ -191,6 +201,7 @@ class Engine:
                     f"parameter {name!r} belongs to a model that is wrapped already; wrap a model once, and submodules "
                     "that two models share only with one of them (pass them in ignored_params for the other)"
                 )
+            refuse_fused_in_backward(name, parameter)
             self.names.append(name)
             self.params.append(parameter)
         if meta:
@@ -230,14 +241,17 @@ class Engine:
             )
         self._registrations = places
 
-    def _describe(self, module: nn.Module, bucket_mb: float) -> "list[tuple[str, Any]]":
+    def _describe(self, bucket_mb: float) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
             (name, f"shape {tuple(p.shape)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}")
             for name, p in zip(self.names, self.params)
         ]
-        items += [(name, f"buffer of shape {tuple(b.shape)}, {b.dtype}") for name, b in module.named_buffers()]
-        settings = (self.sharded, str(self.param_dtype), bucket_mb, self.settings["accumulate"], self.settings["transport"])
-        items.append(("(sharded, param_dtype, bucket_cap_mb, accumulate, transport)", settings))
+        if self._init_buffers:
+            items += [(name, f"buffer of shape {tuple(b.shape)}, {b.dtype}") for name, b in self.buffers.named()]
+        settings = (self.sharded, str(self.param_dtype), bucket_mb, self.settings["accumulate"], self.settings["transport"],
+                    self.buffers.follow, self._bucket_caps)
+        items.append(("(sharded, param_dtype, bucket_cap_mb, accumulate, transport, broadcast_buffers, bucket_cap_mb_list)",
+                      settings))
         items.append(("torch and shardstep versions", (torch.__version__, _C.torch_version)))
         return items
 
@@ -250,7 +264,8 @@ class Engine:
         """Moves parameters into the flat buckets and hooks their gradients. Collective."""
         if not wanted:
             return
-        self.core.place(indices(wanted))
+        for part in self._by_bucket(wanted) if self._bucket_caps else [wanted]:
+            self.core.place(indices(part))
         self.n_buckets = len(self.core.buckets())
         reference = weakref.ref(self)
         with torch.no_grad(), collector_paused():
@@ -275,6 +290,28 @@ class Engine:
                 if i in self.joining:
                     self.joining.pop(i).remove()
         self._unplaced = [i for i, slot in enumerate(self.slots) if slot is None]
+
+    def _by_bucket(self, wanted: "list[int]") -> "list[list[int]]":
+        """``bucket_cap_mb_list``: bucket k of each dtype takes gradients of up to the k-th size, later ones of the last."""
+        parts: list[list[int]] = []
+        filling: dict[torch.dtype, tuple[list[int], int, int]] = {}  # the open bucket, its number, bytes left in it
+        for i in reversed(wanted):
+            parameter = self.params[i]
+            size = -(-parameter.numel() // ALIGN) * ALIGN * _grad_dtype(parameter).itemsize
+            part, number, left = filling.get(parameter.dtype, ([], -1, 0))
+            if size > left:
+                number = min(number + 1, len(self._bucket_caps) - 1)
+                part, left = [], self._bucket_caps[number]
+                parts.append(part)
+            part.append(i)
+            filling[parameter.dtype] = part, number, left - size
+        return [part[::-1] for part in parts]
+
+    def _broadcast_parameters(self, module: nn.Module) -> None:
+        """Rank 0's parameters become everyone's, in coalesced chunks, as torch DDP does at construction. Collective."""
+        tensors = [p.detach() for p in module.parameters() if id(p) not in self.ignored and p.numel() > 0]
+        if tensors and self.group.world > 1:
+            dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, 0)
 
     def check(self) -> None:
         """Raises when a parameter was replaced, cast or moved since it was wrapped."""
@@ -353,23 +390,17 @@ class Engine:
         """A backward from these outputs ends a round even when it reaches none of our parameters directly."""
         if not torch.is_grad_enabled():
             return
-        leaves = (output,) if isinstance(output, torch.Tensor) else torch.utils._pytree.tree_leaves(output)
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                self.core.watch(leaf)
+        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                self.core.watch(tensor)
 
-    def broadcast_buffers_once(self, module: nn.Module) -> None:
-        """Replicated: as :meth:`broadcast_buffers`, at the first forward after a backward that synchronised."""
+    def broadcast_buffers_once(self) -> None:
+        """Replicated: rank 0's buffers become everyone's at the first forward of all, and at the first after a backward that
+        synchronised. Collective then."""
         closes = self.core.stats()["closes"] if self.group.world > 1 else self._buffers_at
         if closes != self._buffers_at:
             self._buffers_at = closes
-            self.broadcast_buffers(module)
-
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Rank 0's buffers become everyone's. Collective."""
-        buffers = [b.detach() for b in module.buffers() if b.numel() > 0]
-        if buffers and self.group.world > 1:
-            dist._broadcast_coalesced(self.group.process_group, buffers, 32 * 2**20, 0)
+            self.buffers.broadcast()
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -434,8 +465,8 @@ class Engine:
 
     def note_step(self) -> None:
         self._unchecked = True
-        if self.buffers_of is not None:
-            self.broadcast_buffers(self.buffers_of)
+        if self.buffers.follow:  # here, where all ranks are: a rank that skips a forward must not make the others wait
+            self.buffers.broadcast()
         now = self.core.stats()
         self._last_step = {key: now[key] - self._last_totals[key] for key in now}
         self._last_totals = now
@@ -466,6 +497,22 @@ class Engine:
         for hook in self.joining.values():
             hook.remove()
         self.joining.clear()
+
+
+def _tensors_in(value: Any, depth: int = 8) -> "Iterator[torch.Tensor]":
+    """The tensors in what a forward returned: containers, mappings, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth > 0 and not isinstance(value, (str, bytes, nn.Module, type)):
+        if isinstance(value, Mapping):
+            parts: Iterable[Any] = value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = value
+        else:
+            slots = getattr(value, "__dataclass_fields__", ())
+            parts = [getattr(value, name, None) for name in slots] or getattr(value, "__dict__", {}).values()
+        for part in list(parts):
+            yield from _tensors_in(part, depth - 1)
 
 
 def _with_wire(counters: "dict[str, Any]") -> "dict[str, Any]":
@@ -521,6 +568,17 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         raise UsageError(f"parameter {name!r} is not initialised (a lazy module): run one forward before wrapping")
 
 
+def refuse_fused_in_backward(name: str, parameter: torch.Tensor) -> None:
+    """torch's ``_apply_optimizer_in_backward`` steps with the gradient of one rank, as soon as it is there."""
+    optimizers = getattr(parameter, "_in_backward_optimizers", ())
+    if optimizers:
+        raise UsageError(
+            f"parameter {name!r} has {type(optimizers[0]).__name__} fused into its backward "
+            "(_apply_optimizer_in_backward), which would step with the gradient of this rank alone; step the optimizer after "
+            "the backward instead"
+        )
+
+
 def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
     spans = []
     for name, p in zip(names, params):
@@ -537,16 +595,6 @@ def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
                 f"parameters {first!r} and {second!r} overlap in memory but are not the same Parameter; tie weights by "
                 "assigning one Parameter to both modules"
             )
-
-
-def _broadcast_from_rank_0(module: nn.Module, group: Group, ignored: "set[int]") -> None:
-    """Parameters and buffers of rank 0 become everyone's, in coalesced chunks, as torch DDP does at construction."""
-    if group.world == 1:
-        return
-    tensors = [p.detach() for p in module.parameters() if id(p) not in ignored] + [b.detach() for b in module.buffers()]
-    tensors = [t for t in tensors if t.numel() > 0]
-    if tensors:
-        dist._broadcast_coalesced(group.process_group, tensors, 32 * 2**20, 0)
 
 
 __all__ = ["Engine", "MismatchError", "owner_of"]

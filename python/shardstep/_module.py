@@ -156,6 +156,7 @@ def wrap(
     elementwise: bool = False,
     timeout: "float | timedelta" = 600.0,
     init_sync: bool = True,
+    broadcast_buffers: bool = True,
     ignored_params: "Iterable[torch.Tensor] | None" = None,
     debug: bool = False,
 ) -> Any:
@@ -178,7 +179,9 @@ def wrap(
         accumulate: with K > 1 only every K-th backward of a window synchronises by itself.
         elementwise: see :class:`shardstep.ShardedOptimizer`.
         timeout: seconds (or a timedelta) after which a wait for a peer raises :class:`shardstep.TimeoutError`.
-        init_sync: compare the models and broadcast rank 0's parameters and buffers first.
+        init_sync: broadcast rank 0's parameters and buffers first. Models are compared in any case.
+        broadcast_buffers: rank 0's buffers (BatchNorm's statistics) become everyone's with every step and at the start; with
+            False they are each rank's own.
         ignored_params: parameters that are left alone entirely.
         debug: fill what this rank does not own of reduced gradients with NaN.
 
@@ -205,7 +208,7 @@ def wrap(
     engine = Engine(
         module, sharded=True, process_group=process_group, transport=transport, param_dtype=param_dtype,
         bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, init_sync=init_sync,
-        ignored_params=ignored_params, debug=debug,
+        broadcast_buffers=broadcast_buffers, ignored_params=ignored_params, debug=debug,
     )
     module.__dict__[ENGINE] = engine
     object.__setattr__(module, "__class__", _wrapped_class(type(module)))
