@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "benchmarks/native.c",
     "csrc/core/layout.c",
+    "csrc/core/origin.c",
     "csrc/core/status.c",
     *(f"csrc/kernels/{name}.c" for name in ("dispatch", "kernels_portable", "kernels_avx2", "kernels_avx512")),
     *(f"csrc/transport/{name}.c" for name in ("shm", "shm_connect", "shm_wait", "shm_wire")),

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="needs a C compiler"),
 ]
 
-PROTOCOL = ["csrc/core/status.c", "csrc/transport/shm.c", "csrc/transport/shm_wait.c"]
+PROTOCOL = ["csrc/core/origin.c", "csrc/core/status.c", "csrc/transport/shm.c", "csrc/transport/shm_wait.c"]
 WIRE = ["csrc/transport/shm_connect.c", "csrc/transport/shm_wire.c"]
 THREADS = ["tests/c/stress_shm.c", "tests/c/thread_wire.c", *PROTOCOL]
 PROCESSES = ["tests/c/test_shm_processes.c", *WIRE, *PROTOCOL]

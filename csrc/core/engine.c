@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "core/engine_state.h"
 
@@ -19,7 +18,7 @@ double ss_now(void)
 
 ss_code ss_check_usable(const ss_engine *e, ss_error *err)
 {
-    if (getpid() != e->pid) {
+    if (!ss_origin_is_here(&e->origin)) {
         return ss_fail(err, SS_ERR_USAGE,
                        "this process is a forked child of rank %d; it shares the model's memory and may evaluate it, but "
                        "training goes on in the parent only", e->rank);
@@ -109,7 +108,6 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
     e->kernels = kernels;
     e->framework = *framework;
     e->interrupted = interrupted;
-    e->pid = getpid();
     e->rank = transport->rank;
     e->world = transport->world;
     e->sharded = config->sharded != 0;
@@ -123,6 +121,7 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
         code = ss_fail(err, SS_ERR_NO_MEMORY, "no memory for %d parameters", n);
         goto failed;
     }
+    SS_TRY_GOTO(code, ss_origin_mark(&e->origin, err), failed);
     SS_TRY_GOTO(code, ss_layout_init(&e->layout, e->world, n, err), failed);
     memcpy(e->specs, config->specs, (size_t)n * sizeof *e->specs);
     for (int32_t i = 0; i < n; i++) {
@@ -166,6 +165,7 @@ void ss_engine_destroy(ss_engine *e)
     free(e->partials);
     free(e->verdict);
     ss_layout_free(&e->layout);
+    ss_origin_forget(&e->origin);
     pthread_mutex_destroy(&e->lock);
     free(e);
 }

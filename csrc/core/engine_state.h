@@ -4,9 +4,9 @@
 
 #include <pthread.h>
 #include <stdbool.h>
-#include <sys/types.h>
 
 #include "core/engine.h"
+#include "core/origin.h"
 
 /*
  * What a parameter's slot holds on this rank. "Bound" means that .grad is the tensor over the slot.
@@ -72,7 +72,7 @@ struct ss_engine {
     ss_framework framework;
     int (*interrupted)(void *);
 
-    pid_t pid; /* a forked child must not go on with it */
+    ss_origin origin; /* a forked child must not go on with it */
     int rank, world;
     bool sharded, sync, last_backward;
     int accumulate;

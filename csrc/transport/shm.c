@@ -415,7 +415,7 @@ static ss_code shm_add_chunk(ss_transport *transport, const ss_bucket_spec *spec
 static void leave(ss_shm *t, uint32_t state, const char *message)
 {
     ss_shm_control *mine = t->controls[t->base.rank];
-    if (getpid() != t->pid || atomic_load(&mine->state) != SS_SHM_OPEN) {
+    if (!ss_origin_is_here(&t->origin) || atomic_load(&mine->state) != SS_SHM_OPEN) {
         return;
     }
     snprintf(mine->message, sizeof mine->message, "%s", message);
@@ -444,6 +444,7 @@ static void destroy(ss_shm *t)
     free(t->launched);
     free(t->bells);
     free(t->controls);
+    ss_origin_forget(&t->origin);
     free(t);
 }
 
@@ -499,13 +500,15 @@ ss_code ss_shm_open(ss_shm_wire *wire, const ss_kernels *kernels, const ss_trans
     }
     t->wire = wire;
     t->kernels = kernels;
-    t->pid = getpid();
     t->spins = choose_spins(wire->world);
     t->bells = bells;
     t->controls = controls;
 
     void *bell[world], *control[world];
-    ss_code code = wire->ops->share(wire, sizeof(ss_shm_bell), SS_SHM_PEERS_WRITE, &t->bells_region, bell, err);
+    ss_code code = ss_origin_mark(&t->origin, err);
+    if (code == SS_OK) {
+        code = wire->ops->share(wire, sizeof(ss_shm_bell), SS_SHM_PEERS_WRITE, &t->bells_region, bell, err);
+    }
     if (code == SS_OK) {
         code = wire->ops->share(wire, sizeof(ss_shm_control), SS_SHM_PEERS_READ, &t->control_region, control, err);
     }

@@ -2,8 +2,7 @@
 #ifndef SHARDSTEP_TRANSPORT_SHM_PRIVATE_H
 #define SHARDSTEP_TRANSPORT_SHM_PRIVATE_H
 
-#include <sys/types.h>
-
+#include "core/origin.h"
 #include "transport/shm.h"
 #include "transport/shm_words.h"
 
@@ -32,7 +31,7 @@ typedef struct {
     ss_transport base;
     ss_shm_wire *wire;
     const ss_kernels *kernels;
-    pid_t pid; /* the process that opened it; a forked child must not write words */
+    ss_origin origin; /* a forked child must not write words */
 
     ss_region *bells_region, *control_region;
     ss_shm_bell **bells;       /* per rank */

@@ -225,7 +225,7 @@ ss_code ss_shm_wait(ss_shm *t, const ss_shm_await *what, int rank, double deadli
 
 ss_code ss_shm_usable(const ss_shm *t, ss_error *err)
 {
-    if (getpid() != t->pid) {
+    if (!ss_origin_is_here(&t->origin)) {
         return ss_fail(err, SS_ERR_USAGE, "this process is a forked child of rank %d and cannot use its transport",
                        t->base.rank);
     }
