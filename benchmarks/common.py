@@ -5,8 +5,10 @@ on all of them alike. Only ratios of figures from one run mean anything.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
+import operator
 import os
 import platform
 import shutil
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
@@ -150,6 +152,11 @@ def pss() -> int:
     return sum(1024 * int(fields[key].split()[0]) for key in ("Pss_Anon", "Pss_Shmem"))
 
 
+def release_memory() -> None:
+    """Gives what malloc holds free back to the system, so that the next :func:`pss` does not count it."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 # -- results ------------------------------------------------------------------------------------------------------
 
 
@@ -164,14 +171,8 @@ def machine() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    processor = platform.processor()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     return {
-        "processor": processor,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
@@ -181,6 +182,12 @@ def machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "load": os.getloadavg()[0],
     }
+
+
+def processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.machine())
 
 
 def _commit() -> "str | None":
@@ -219,17 +226,43 @@ def _text(cell: Any) -> str:
     return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
-def save(args: argparse.Namespace, results: dict[str, Any], draw: Callable[[Any], None], size: tuple) -> None:
-    """Writes the JSON, and the picture that ``draw(figure)`` makes."""
+class Verdict(NamedTuple):
+    """What was measured against what is to be reached."""
+
+    what: str
+    measured: float
+    relation: str  # "<=", "<" or ">="
+    goal: float
+
+    @property
+    def reached(self) -> bool:
+        return {"<=": operator.le, "<": operator.lt, ">=": operator.ge}[self.relation](self.measured, self.goal)
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    if verdicts:
+        rows = [[v.what, v.measured, f"{v.relation} {v.goal:g}", "reached" if v.reached else "missed"] for v in verdicts]
+        print("\n" + table(["goals", "measured", "to reach", ""], rows))
+
+
+def save(args: argparse.Namespace, results: dict[str, Any]) -> Path:
+    """Writes the JSON."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    if "verdicts" in results:
+        results["verdicts"] = [{**v._asdict(), "reached": v.reached} for v in results["verdicts"]]
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps({"machine": machine(), "options": options, **results}, indent=1) + "\n")
+    return path
+
+
+def picture(path: Path, draw: Callable[[Any], None], size: tuple) -> None:
+    """Makes the picture that ``draw(figure)`` draws beside the JSON."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    path = args.out / f"{args.name}.json"
-    path.write_text(json.dumps({"machine": machine(), "options": options, **results}, indent=1) + "\n")
     figure = plt.figure(figsize=size, layout="constrained")
     draw(figure)
     figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -56,8 +56,9 @@ def _many(width: int, blocks: int, depth: int) -> nn.Sequential:
 
 #: gpt: 27 M parameters, compute and communication of one order. mlp: 17 M parameters in four matrices and next to no
 #: compute. many: 2,000 tensors, 2 M parameters. tiny: for the tests.
+#: A micro-batch of the GPT is 64 tokens: a step's communication is not to drown in the noise of its computing.
 WORKLOADS = {
-    "gpt": _gpt(GPTConfig(context=64, layers=8, width=528, heads=8), batch=2),
+    "gpt": _gpt(GPTConfig(context=32, layers=8, width=528, heads=8), batch=2),
     "mlp": _layers(lambda: _mlp(2048, 4), width=2048, batch=4),
     "many": _layers(lambda: _many(44, 20, 50), width=44, batch=4),
     "tiny": _gpt(GPTConfig(context=16, layers=2, width=32, heads=2), batch=1),

@@ -1,13 +1,16 @@
 """Builds ``native.c`` with the project's C sources and calls it through ctypes. Needs neither torch nor numpy."""
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, processor
+
 SOURCES = (
     "benchmarks/native.c",
     "csrc/core/layout.c",
@@ -36,22 +39,41 @@ SIGNATURES = {
 }
 
 
-def build(folder: Path) -> Path:
-    """Compiles the library into ``folder``."""
+def build() -> Path:
+    """The path of the library, which is compiled where its sources or the machine have changed."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise SystemExit("the benchmarks build a C library: gcc or cc must be on PATH")
-    library = folder / "native.so"
-    objects = []
-    for number, source in enumerate(SOURCES):
-        tuned = ["-march=native", "-mprefer-vector-width=512"] if number == 0 else []
-        objects.append(folder / f"{number}.o")
-        command = [compiler, *FLAGS, *tuned, f"-I{ROOT / 'csrc'}", "-c", str(ROOT / source), "-o", str(objects[-1])]
-        done = subprocess.run(command, capture_output=True, text=True)
+    library = ROOT / "build" / "benchmarks" / f"native-{digest(compiler)}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            compile_library(compiler, Path(folder)).rename(library)  # builds at the same time do not meet
+    return library
+
+
+def digest(compiler: str) -> str:
+    found = hashlib.sha256(repr((compiler, FLAGS, processor())).encode())
+    for path in sorted({*(ROOT / source for source in SOURCES), *ROOT.glob("csrc/**/*.h"), Path(__file__)}):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def compile_library(compiler: str, folder: Path) -> Path:
+    def compile_one(source: str) -> Path:
+        target = folder / f"{Path(source).stem}.o"
+        command = [compiler, *FLAGS, f"-I{ROOT / 'csrc'}", "-c", str(ROOT / source), "-o", str(target)]
+        tuned = ["-march=native", "-mprefer-vector-width=512"] if source == SOURCES[0] else []
+        done = subprocess.run([*command, *tuned], capture_output=True, text=True)
         if done.returncode and tuned:  # not an x86 compiler
-            done = subprocess.run([word for word in command if word != tuned[1]], capture_output=True, text=True)
+            done = subprocess.run([*command, tuned[0]], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    library = folder / "native.so"
     subprocess.run([compiler, "-shared", "-o", str(library), *map(str, objects), "-lm"], check=True)
     return library
 
@@ -62,17 +84,6 @@ def load(library: "str | os.PathLike") -> ctypes.CDLL:
         function = getattr(native, name)
         function.restype, function.argtypes = result, arguments
     return native
-
-
-class Built:
-    """``with Built() as library:`` - the path of the library, gone afterwards."""
-
-    def __enter__(self) -> Path:
-        self._folder = tempfile.TemporaryDirectory(prefix="shardstep-bench-")
-        return build(Path(self._folder.name))
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
 
 
 class Array:

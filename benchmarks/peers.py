@@ -1,8 +1,13 @@
 """Every implementation that compare.py measures, as its users would set it up for this job.
 
-A peer is used so: ``micro_batch`` K times, then ``end_step``. ``updating()`` are the seconds spent in the update of
-weights itself, ``wire_bytes()`` what this rank has received from others, both since the beginning. In bf16 each peer
-does what it offers: shardstep, FSDP2 and DeepSpeed compute in bf16 and keep FP32 masters, DDP runs under autocast.
+A peer is used so: ``micro_batch`` K times, then ``end_step``, for any K; ``close`` at the end. ``updating()`` are the
+seconds spent in the update of weights itself, ``wire_bytes()`` what this rank has received from others, both since the
+beginning.
+
+bfloat16 means for all of them: micro-batches computed in bf16, FP32 master weights and state, each by the means it
+offers. shardstep, FSDP2 and DeepSpeed hold and gather bf16 weights; DDP and ZeroRedundancyOptimizer hold FP32 weights
+and compute under autocast. Gradients are summed over micro-batches and ranks in FP32, but for DeepSpeed's, which by its
+default are bf16 and half the bytes: to its advantage. ``local`` is a bf16 model without masters.
 """
 
 import os
@@ -48,8 +53,12 @@ class Peer:
     model: Any
     optimizer: Any
 
-    def __init__(self, workload: Workload, accumulate: int, dtype: torch.dtype):
-        self.workload, self.accumulate, self.dtype = workload, accumulate, dtype
+    @staticmethod
+    def prepare() -> None:
+        """What belongs to no one model: before memory is looked at."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype):
+        self.workload, self.dtype = workload, dtype
         self.low = dtype != torch.float32
         self.update_seconds = 0.0
 
@@ -74,6 +83,9 @@ class Peer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def close(self) -> None:
+        """Gives up what would outlive the peer."""
+
     def updating(self) -> float:
         return self.update_seconds
 
@@ -85,10 +97,11 @@ class Peer:
 
 
 class Local(Peer):
-    """The same micro-batches and one barrier: no communication, no update."""
+    """The same micro-batches, gradients dropped as the others drop them, and one barrier: no communication, no
+    update."""
 
-    def __init__(self, workload: Workload, *args: Any):
-        super().__init__(workload, *args)
+    def __init__(self, workload: Workload, dtype: torch.dtype):
+        super().__init__(workload, dtype)
         self.model = workload.build().to(self.dtype)
 
     def micro_batch(self, inputs: torch.Tensor, targets: torch.Tensor, last: bool) -> None:
@@ -100,16 +113,19 @@ class Local(Peer):
 
 
 class Shardstep(Peer):
-    def __init__(self, workload: Workload, *args: Any):
+    def __init__(self, workload: Workload, dtype: torch.dtype):
         import shardstep
 
-        super().__init__(workload, *args)
+        super().__init__(workload, dtype)
         model = workload.build()
         low = self.dtype if self.low else None
         self.model, self.optimizer = shardstep.wrap(model, adamw(model), param_dtype=low)
 
     def around(self, last: bool) -> AbstractContextManager:
         return nullcontext() if last else self.model.no_sync()
+
+    def close(self) -> None:
+        self.model.unwrap()
 
     def updating(self) -> float:
         return self.model.stats()["total"]["update_seconds"]
@@ -119,8 +135,8 @@ class Shardstep(Peer):
 
 
 class DDP(Peer):
-    def __init__(self, workload: Workload, *args: Any):
-        super().__init__(workload, *args)
+    def __init__(self, workload: Workload, dtype: torch.dtype):
+        super().__init__(workload, dtype)
         self.model = DistributedDataParallel(workload.build(), gradient_as_bucket_view=True)
         self.make_optimizer()
 
@@ -155,10 +171,10 @@ class FSDP2(Peer):
 
     options: dict[str, Any] = {}
 
-    def __init__(self, workload: Workload, *args: Any):
+    def __init__(self, workload: Workload, dtype: torch.dtype):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        super().__init__(workload, *args)
+        super().__init__(workload, dtype)
         self.model = workload.build()
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=self.dtype if self.low else None, reduce_dtype=torch.float32)
@@ -180,18 +196,26 @@ class FSDP2Best(FSDP2):
 
 
 class DeepSpeed(Peer):
+    """Communication in buckets that overlaps with the backward, where the device lets it; all-reduce, which Gloo does
+    faster than DeepSpeed's reductions to one rank each: the best of what was tried here."""
+
+    options = {"overlap_comm": True, "reduce_scatter": False, "reduce_bucket_size": 6_000_000}
     stage: int
 
-    def __init__(self, workload: Workload, *args: Any):
+    @staticmethod
+    def prepare() -> None:
         import deepspeed
 
-        super().__init__(workload, *args)
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+    def __init__(self, workload: Workload, dtype: torch.dtype):
+        import deepspeed
+
+        super().__init__(workload, dtype)
         model = workload.build()
         config = {
             "train_micro_batch_size_per_gpu": 1,  # it only counts samples
-            "gradient_accumulation_steps": self.accumulate,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": {"stage": self.stage, **self.options},
             "bf16": {"enabled": self.low},
             "steps_per_print": 2**31,
         }
@@ -199,11 +223,14 @@ class DeepSpeed(Peer):
         self.time_update(self.optimizer.optimizer)
 
     def micro_batch(self, inputs: torch.Tensor, targets: torch.Tensor, last: bool) -> None:
+        self.model.set_gradient_accumulation_boundary(last)
         self.model.backward(self.workload.loss(self.model(self.cast(inputs)), targets))
-        self.model.step()  # acts after the last micro-batch only
 
     def end_step(self) -> None:
-        pass
+        self.model.step()  # and zero_grad
+
+    def close(self) -> None:
+        self.model.destroy()
 
 
 class DeepSpeed1(DeepSpeed):

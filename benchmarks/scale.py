@@ -17,9 +17,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from common import Job, parser, rounds, save, slowest, table, take_turns, warn_if_busy
+from common import Job, parser, picture, rounds, save, slowest, table, take_turns, warn_if_busy
 from cost import Host, Network
-from native import Built, load
+from native import build, load
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -145,9 +145,9 @@ def draw_all(results: dict[str, Any]):
 def main() -> None:
     args = parse_arguments()
     warn_if_busy()
-    with Built() as library:
-        layout = layouts(library, args)
-        measured = measure(library, args)
+    library = build()
+    layout = layouts(library, args)
+    measured = measure(library, args)
     model = host(measured, args.elements)
     results = {
         "layout": layout,
@@ -172,7 +172,7 @@ def main() -> None:
         ["model only, ms", *(f"{us:g} us, {rate:g} GB/s" for us, rate in args.link)],
         [[f"W = {p['world']:,}", *(s * 1e3 for s in p["seconds"])] for p in results["networks"]],
     ))
-    save(args, results, draw_all(results), size=(14, 4.5))
+    picture(save(args, results), draw_all(results), size=(14, 4.5))
 
 
 if __name__ == "__main__":

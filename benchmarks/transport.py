@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import Job, median, parser, rounds, save, slowest, table, take_turns, warn_if_busy
-from native import Built
+from common import Job, median, parser, picture, rounds, save, slowest, table, take_turns, warn_if_busy
+from native import build
 
 SIZES = (64e3, 512e3, 4e6, 27e6, 108e6, 400e6)
 QUICK_SIZES = (64e3, 4e6, 108e6)
@@ -184,13 +184,14 @@ def main() -> None:
     args = parse_arguments()
     warn_if_busy()
     points = []
-    with Built() as library, mpich() if "mpich" in args.peers else contextlib.nullcontext() as mpi:
+    library = build()
+    with mpich() if "mpich" in args.peers else contextlib.nullcontext() as mpi:
         for world in args.world:
             found = summary(world, args.sizes, take_turns(jobs(args, world, library, mpi), rounds(args)))
             points += found
             print(f"\n{table(headers(found[0]), rows(found))}")
     print("\nlimit / shm is the fraction of the limit; all_reduce is held against shm's pair")
-    save(args, {"points": points}, draw_all(points), size=(13, 1 + 3 * len(args.world)))
+    picture(save(args, {"points": points}), draw_all(points), size=(13, 1 + 3 * len(args.world)))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from common import Job, median, parser, rounds, save, slowest, table, take_turns, warn_if_busy
-from native import Built
+from common import Job, median, parser, picture, rounds, save, slowest, table, take_turns, warn_if_busy
+from native import build
 
 UPDATE_BYTES = 28  # per element: param, exp_avg, exp_avg_sq read and written, grad read
 
@@ -133,8 +133,7 @@ def draw_all(results: dict[str, list[dict]]):
 def main() -> None:
     args = parse_arguments()
     warn_if_busy()
-    with Built() as library:
-        turns = take_turns(jobs(args, library), rounds(args))
+    turns = take_turns(jobs(args, build()), rounds(args))
     results = {
         "update": [update_point(world, args.elements, turns[f"update, W = {world}"]) for world in args.world],
         "micro_batches": [micro_batch_point(model, turns[f"micro-batches of {model}"]) for model in args.model],
@@ -150,7 +149,7 @@ def main() -> None:
         for p in results["wrap"]
     ]
     print("\n" + table(["wrap()", "s", "us/parameter", "bytes/parameter"], wraps))
-    save(args, results, draw_all(results), size=(14, 4.5))
+    picture(save(args, results), draw_all(results), size=(14, 4.5))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The benchmarks run, and write what they say they write: at sizes that measure nothing."""
+"""The benchmarks run, and write what they say they write: at sizes that measure nothing, all at the same time."""
 
 import json
 import os
@@ -16,35 +16,71 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = "--model tiny --world 2 --dtype float32 --rounds 1 --rest-seconds 0.05"
+RUNS = {
+    "steps": f"compare {TINY} --accumulate 1 2 --peers shardstep ddp --measure time",
+    "memory": f"compare {TINY} --accumulate 4 --peers shardstep --measure memory",
+    "transport": "transport --world 2 --sizes 64e3 --rounds 1 --repetitions 2 --peers gloo",
+    "update": "update --world 1 --elements 4096 --model tiny --parameters 100 --rounds 1 --repetitions 2",
+    "scale": "scale --parameters 1000 --ranks 1 512 --elements 10000 --world 2 --rounds 1 --repetitions 2",
+}
+PARAMETERS = 41_472  # of the tiny model
 
 
-def run(out, name, *arguments):
-    """What ``benchmarks/<name>.py`` printed, and its JSON."""
-    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--rounds", "1", "--out", out, *arguments]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / f"{name}.png").stat().st_size > 5000
-    results = json.loads((out / f"{name}.json").read_text())
-    assert results["machine"]["torch"] and results["machine"]["cores"] == os.cpu_count()
-    return done.stdout, results
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Every run, by name: its process and the folder of its results."""
+    runs = {}
+    for name, line in RUNS.items():
+        script, *arguments = line.split()
+        out = tmp_path_factory.mktemp(name)
+        command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *arguments, "--out", str(out)]
+        runs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), out
+    yield runs
+    for process, _ in runs.values():
+        process.kill()
 
 
-def test_compare(tmp_path):
-    text, results = run(tmp_path, "compare", "--model", "tiny", "--peers", "shardstep", "ddp", "--steps", 2)
-    assert "tiny, W = 2, K = 1, float32" in text
-    peers = results["points"][0]["peers"]
-    assert list(peers) == ["local", "shardstep", "ddp"]
-    parameters = peers["ddp"]["memory_bytes"] / peers["ddp"]["memory_per_parameter"]
-    for name in ("shardstep", "ddp"):
-        assert 0 < peers[name]["update"] < peers[name]["minimum"]
-        # Reduce-scatter and all-gather over two ranks: 4 bytes per parameter, and little else.
-        assert 4 * parameters <= peers[name]["wire_bytes"] < 4.5 * parameters
+@pytest.fixture
+def finished(started):
+    def wait(name: str, picture: bool = True):
+        """What a run printed, and its JSON."""
+        process, out = started[name]
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+        script = RUNS[name].split()[0]
+        assert (out / f"{script}.png").exists() == picture
+        results = json.loads((out / f"{script}.json").read_text())
+        assert results["machine"]["torch"] and results["machine"]["cores"] == os.cpu_count()
+        return text, results
+
+    return wait
 
 
-def test_transport(tmp_path):
-    _, results = run(
-        tmp_path, "transport", "--world", 2, "--sizes", 64e3, "--repetitions", 2, "--peers", "gloo"
-    )
+def test_compare(finished):
+    text, results = finished("steps")
+    assert "tiny, W = 2, K = 1, float32" in text and "step to the best peer's" in text
+    assert [point["accumulate"] for point in results["points"]] == [1, 2]
+    for point in results["points"]:
+        peers = point["peers"]
+        assert list(peers) == ["local", "shardstep", "ddp"]
+        assert peers["local"]["overhead"] == 0 and peers["local"]["wire_bytes"] < 4096
+        for name in ("shardstep", "ddp"):
+            assert 0 < peers[name]["update"] < peers[name]["minimum"]
+            # Reduce-scatter and all-gather over two ranks: 4 bytes per parameter, and little else.
+            assert 4 * PARAMETERS <= peers[name]["wire_bytes"] < 4.5 * PARAMETERS
+
+
+def test_compare_of_memory(finished):
+    text, results = finished("memory", picture=False)
+    assert "tiny, W = 2, float32: memory to budget" in text
+    found = results["points"][0]["peers"]["shardstep"]
+    assert found["memory_bytes"] > 12 * PARAMETERS
+    assert found["memory_to_budget"] == pytest.approx(found["memory_per_parameter"] / 12)
+
+
+def test_transport(finished):
+    _, results = finished("transport")
     (point,) = results["points"]
     assert point["world"] == 2 and point["bytes"] == 64e3
     for peer in ("shm", "gloo", "limit"):
@@ -52,18 +88,15 @@ def test_transport(tmp_path):
             assert 0 < point["minima"][peer][operation] <= point["medians"][peer][operation]
 
 
-def test_update(tmp_path):
-    _, results = run(
-        tmp_path, "update", "--world", 1, "--elements", 4096, "--model", "tiny", "--parameters", 100, "--repetitions", 2
-    )
+def test_update(finished):
+    _, results = finished("update")
     assert set(results["update"][0]["minima"]) == {"shardstep", "torch fused", "torch foreach", "limit"}
     assert set(results["micro_batches"][0]["minima"]) == {"bare", "hooked in Python", "wrapped"}
     assert results["wrap"][0]["parameters"] == 100 and results["wrap"][0]["seconds"] > 0
 
 
-def test_scale(tmp_path):
-    sizes = ("--parameters", 1000, "--ranks", 1, 512, "--elements", 10000)
-    _, results = run(tmp_path, "scale", *sizes, "--world", 2, "--repetitions", 2)
+def test_scale(finished):
+    _, results = finished("scale")
     for point in results["layout"]:
         assert 0 <= point["padding"] < 0.5
     (step,) = results["steps"]
