@@ -275,6 +275,15 @@ static PyObject *engine_watch(EngineObject *self, PyObject *tensor)
     Py_RETURN_NONE;
 }
 
+static PyObject *engine_hide_low_gradients(EngineObject *self, PyObject *hide)
+{
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_shim_hide_low_gradients(self->shim, PyObject_IsTrue(hide));
+    Py_RETURN_NONE;
+}
+
 static PyObject *engine_moved(EngineObject *self, PyObject *in_bucket)
 {
     if (check_open(self) < 0) {
@@ -647,6 +656,8 @@ static PyMethodDef methods[] = {
     {"pieces", (PyCFunction)engine_pieces, METH_O, pieces_doc},
     {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(i, bound, slot): hooks parameter i."},
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
+    {"hide_low_gradients", (PyCFunction)engine_hide_low_gradients, METH_O,
+     "hide_low_gradients(hide): .grad is None where its dtype is not the parameter's, until shown or needed."},
     {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},
     {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},

@@ -95,6 +95,15 @@ struct Before final : ag::FunctionPreHook {
     LinkPtr link;
     int32_t param;
     Before(LinkPtr l, int32_t p) : link(std::move(l)), param(p) {}
+    /* Compiled autograd asks for this when it traces a backward, which our hooks cannot be part of. */
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override
+    {
+        ss_error err = {};
+        ss_fail(&err, SS_ERR_USAGE,
+                "compiled autograd cannot run the backward of a wrapped model, whose hooks are not Python; leave "
+                "torch._dynamo.config.compiled_autograd False (torch.compile itself works)");
+        throw_python(*link, err);
+    }
     ag::variable_list operator()(const ag::variable_list& grads) override
     {
         ss_engine* engine = link->engine;
@@ -131,6 +140,7 @@ struct Param {
     at::Tensor beside;       // gradient that came while the slot was in flight
     NodePtr node;            // keeps our hooks alive: a tensor holds its AccumulateGrad weakly
     uintptr_t post_hook = 0;
+    bool hidden = false;     // .grad is bound, but shows as undefined for now
     const void* data = nullptr;
     at::ScalarType dtype = at::kFloat;
 };
@@ -145,7 +155,23 @@ struct ss_shim {
 
 namespace {
 
-Param& at_ctx(void* ctx, int32_t i) { return static_cast<ss_shim*>(ctx)->params[i]; }
+void show(Param& p)
+{
+    if (p.hidden) {
+        p.hidden = false;
+        if (!p.variable.grad().defined()) {
+            p.variable.mutable_grad() = p.bound;
+        }
+    }
+}
+
+// The engine, also in another thread's backward, never sees a gradient as hidden.
+Param& at_ctx(void* ctx, int32_t i)
+{
+    Param& p = static_cast<ss_shim*>(ctx)->params[i];
+    show(p);
+    return p;
+}
 const ss_kernels* kernels_of(void* ctx) { return static_cast<ss_shim*>(ctx)->kernels; }
 
 ss_grad_kind kind(void* ctx, int32_t i)
@@ -403,6 +429,20 @@ int ss_shim_watch(ss_shim* shim, PyObject* tensor)
     } catch (const std::exception& e) {
         PyErr_SetString(PyExc_RuntimeError, e.what());
         return -1;
+    }
+}
+
+void ss_shim_hide_low_gradients(ss_shim* shim, int hide)
+{
+    for (Param& p : shim->params) {
+        const at::Tensor& grad = p.variable.grad();
+        if (!hide) {
+            show(p);
+        } else if (grad.defined() && p.bound.defined() && grad.unsafeGetTensorImpl() == p.bound.unsafeGetTensorImpl() &&
+                   grad.scalar_type() != p.variable.scalar_type()) {
+            p.variable.mutable_grad().reset();
+            p.hidden = true;
+        }
     }
 }
 

@@ -41,6 +41,12 @@ int ss_shim_attach(ss_shim *shim, int32_t param, PyObject *bound, PyObject *slot
 /* Queues the end-of-backward report with every backward that reaches this tensor. */
 int ss_shim_watch(ss_shim *shim, PyObject *tensor);
 
+/*
+ * While hidden, parameters whose gradient has another dtype show none; whoever needs one, here or in a backward, gets it
+ * back. For what looks at tensors and cannot take such a pair.
+ */
+void ss_shim_hide_low_gradients(ss_shim *shim, int hide);
+
 /* The first parameter whose memory or dtype is no longer what it was when attached, or -1. Only parameters that live in
    buckets (`in_bucket`) are held to their memory. */
 int32_t ss_shim_moved(ss_shim *shim, int in_bucket);

@@ -255,12 +255,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
             engine = self._engine
             if not self._lazy_init_ran:
                 self._lazy_init()
-            args, kwargs = engine.before_forward(args, kwargs)
-            if engine.buffers.follow and not engine.sharded and torch.is_grad_enabled():
-                engine.broadcast_buffers_once()
-            output = self.module(*args, **kwargs)
-            engine.after_forward(output)
-            return output
+            return engine.forward(self.module, args, kwargs)
 
     def _lazy_init(self) -> None:
         """Before the first forward, as in torch: an optimizer may have been fused into the backward since construction."""

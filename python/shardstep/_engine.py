@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardstep import _C
+from shardstep import _C, _dynamo
 from shardstep._buffers import CHUNK, Buffers
 from shardstep._errors import MismatchError, UsageError
 from shardstep._gradient import ShardedGradient
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
+from shardstep._precision import LOW, Precision, tensors_in
 
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
 NONE, HELD, PENDING = range(3)
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-LOW = (torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_MB = 25.0
 ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
@@ -83,6 +83,7 @@ class Engine:
         process_group: "dist.ProcessGroup | None" = None,
         transport: str = "auto",
         param_dtype: "torch.dtype | None" = None,
+        mp_policy: Any = None,
         bucket_cap_mb: "float | None" = None,
         accumulate: int = 1,
         timeout: "float | timedelta" = 600.0,
@@ -99,7 +100,7 @@ class Engine:
         self.stepping = False  # inside ShardedOptimizer.step
         self.sharded = sharded
         self.debug = debug
-        self.param_dtype = param_dtype
+        self.precision = Precision()
         self.group = Group(process_group)
         self.buffers = Buffers(module, self.group, broadcast_buffers, ignored_buffers)
         self._init_buffers = broadcast_buffers if init_buffers is None else init_buffers
@@ -108,8 +109,8 @@ class Engine:
         except TypeError:
             raise UsageError(f"ignored_params must be parameters of the model, not {ignored_params!r}") from None
         self.settings = dict(
-            process_group=process_group, transport=transport, param_dtype=param_dtype, bucket_cap_mb=bucket_cap_mb,
-            accumulate=accumulate, timeout=timeout, ignored_params=ignored_params, debug=debug,
+            process_group=process_group, transport=transport, param_dtype=param_dtype, mp_policy=mp_policy,
+            bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, ignored_params=ignored_params, debug=debug,
             broadcast_buffers=broadcast_buffers, init_buffers=init_buffers, ignored_buffers=ignored_buffers,
             bucket_caps_mb=bucket_caps_mb,
         )
@@ -160,22 +161,25 @@ class Engine:
         for parameter in self.params:
             OWNERS[parameter] = reference
         self._place([i for i, p in enumerate(self.params) if p.requires_grad])
-        if self.param_dtype is not None:
-            for i, parameter in enumerate(self.params):
-                if self.slots[i] is None:
-                    parameter.data = parameter.data.to(param_dtype)
+        for i, parameter in enumerate(self.params):
+            if self.slots[i] is None:
+                parameter.data = parameter.data.to(self._stored_dtype(parameter))
+        #: Has it parameters whose gradients are of another dtype?
+        self.low = any(parameter.dtype in LOW for parameter in self.params)
+        if any(parameter.dtype == torch.float64 for parameter in self.params):
+            self.precision = self.precision.keeping_double()
+        _dynamo.skip_this_package()
         self._last_totals = self.core.stats()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def _check_options(self) -> None:
-        transport, accumulate, param_dtype = (self.settings[key] for key in ("transport", "accumulate", "param_dtype"))
+        transport, accumulate = self.settings["transport"], self.settings["accumulate"]
         if transport not in TRANSPORTS:
             raise UsageError(f"transport={transport!r}: choose one of {', '.join(TRANSPORTS)}")
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise UsageError(f"accumulate must be an integer of at least 1, not {accumulate!r}")
-        if param_dtype is not None and param_dtype not in (*LOW, torch.float32):
-            raise UsageError(f"param_dtype must be torch.bfloat16, torch.float16 or torch.float32, not {param_dtype}")
+        self.precision = Precision.of(self.settings["param_dtype"], self.settings["mp_policy"])
         if not all(isinstance(p, torch.Tensor) for p in self.settings["ignored_params"]):
             raise UsageError("ignored_params must be parameters of the model")
 
@@ -248,17 +252,17 @@ class Engine:
         ]
         if self._init_buffers:
             items += [(name, f"buffer of shape {tuple(b.shape)}, {b.dtype}") for name, b in self.buffers.named()]
-        settings = (self.sharded, str(self.param_dtype), bucket_mb, self.settings["accumulate"], self.settings["transport"],
+        settings = (self.sharded, str(self.precision), bucket_mb, self.settings["accumulate"], self.settings["transport"],
                     self.buffers.follow, self._bucket_caps)
-        items.append(("(sharded, param_dtype, bucket_cap_mb, accumulate, transport, broadcast_buffers, bucket_cap_mb_list)",
+        items.append(("(sharded, precision, bucket_cap_mb, accumulate, transport, broadcast_buffers, bucket_cap_mb_list)",
                       settings))
         items.append(("torch and shardstep versions", (torch.__version__, _C.torch_version)))
         return items
 
     def _stored_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if self.param_dtype is None or parameter.dtype == torch.float64:
+        if self.precision.param_dtype is None or parameter.dtype == torch.float64:
             return parameter.dtype
-        return self.param_dtype
+        return self.precision.param_dtype
 
     def _place(self, wanted: "list[int]") -> None:
         """Moves parameters into the flat buckets and hooks their gradients. Collective."""
@@ -347,8 +351,9 @@ class Engine:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def before_forward(self, args: tuple, kwargs: dict) -> "tuple[tuple, dict]":
-        """The arguments of the root's forward, floating-point tensors cast to ``param_dtype``."""
+    def forward(self, call: "Callable[..., Any]", args: tuple, kwargs: "dict[str, Any]") -> Any:
+        """``call(*args, **kwargs)`` as the root's forward: with inputs and outputs in the dtypes that were asked for, and with
+        its backward watched."""
         if self._unchecked and not self._called_functionally():
             self.check()
             self._unchecked = False
@@ -357,14 +362,20 @@ class Engine:
                 self._guard_unfrozen()
             else:  # every gradient is whole at the end of the backward, so there is no later time to join the layout
                 self._place([i for i in self._unplaced if self.params[i].requires_grad])
-        if self.param_dtype is None:
-            return args, kwargs
-
-        def cast(value: Any) -> Any:
-            floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(self.param_dtype) if floating else value
-
-        return torch.utils._pytree.tree_map(cast, (args, kwargs))
+        if self.buffers.follow and not self.sharded and torch.is_grad_enabled():
+            self.broadcast_buffers_once()
+        if self.low:
+            _dynamo.hide_gradients_from_compilation()
+        running = _dynamo.running()
+        running.append(self)
+        try:
+            output = call(*self.precision.cast_inputs(args), **self.precision.cast_inputs(kwargs))
+        finally:
+            running.pop()
+        output = self.precision.cast_output(output)
+        if torch.is_grad_enabled():
+            self._watch(output)
+        return output
 
     def _called_functionally(self) -> bool:
         """Has ``torch.func.functional_call`` put tensors in the place of parameters, for this forward only?"""
@@ -386,11 +397,9 @@ class Engine:
 
             self.joining[i] = parameter.register_post_accumulate_grad_hook(guard)
 
-    def after_forward(self, output: Any) -> None:
+    def _watch(self, output: Any) -> None:
         """A backward from these outputs ends a round even when it reaches none of our parameters directly."""
-        if not torch.is_grad_enabled():
-            return
-        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 self.core.watch(tensor)
 
@@ -497,22 +506,6 @@ class Engine:
         for hook in self.joining.values():
             hook.remove()
         self.joining.clear()
-
-
-def _tensors_in(value: Any, depth: int = 8) -> "Iterator[torch.Tensor]":
-    """The tensors in what a forward returned: containers, mappings, dataclasses and plain objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth > 0 and not isinstance(value, (str, bytes, nn.Module, type)):
-        if isinstance(value, Mapping):
-            parts: Iterable[Any] = value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            parts = value
-        else:
-            slots = getattr(value, "__dataclass_fields__", ())
-            parts = [getattr(value, name, None) for name in slots] or getattr(value, "__dict__", {}).values()
-        for part in list(parts):
-            yield from _tensors_in(part, depth - 1)
 
 
 def _with_wire(counters: "dict[str, Any]") -> "dict[str, Any]":

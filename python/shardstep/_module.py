@@ -3,15 +3,20 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardstep._dynamo import running
 from shardstep._engine import Engine
 from shardstep._errors import UsageError
+from shardstep._fsdp import FSDPMethods
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ENGINE = "_shardstep_engine"
 
@@ -80,15 +85,20 @@ class Synchronised:
         return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
 
 
-class WrappedModule(Synchronised):
+class WrappedModule(FSDPMethods, Synchronised):
     """Mixed into the class of a module wrapped in place."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine.forward(super().__call__, args, kwargs)
+
+    __call__ = _wrapped_call_impl  # under nn.Module's name for it, by which torch.compile looks inside, also with fullgraph
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # What torch.compile(module) made before the module was wrapped comes here, without a __call__ of ours.
         engine = self._engine
-        args, kwargs = engine.before_forward(args, kwargs)
-        output = super().__call__(*args, **kwargs)
-        engine.after_forward(output)
-        return output
+        if engine in running():
+            return super()._call_impl(*args, **kwargs)
+        return engine.forward(super()._call_impl, args, kwargs)
 
     def unwrap(self) -> nn.Module:
         """Ends the wrap: the module gets its own class back and its parameters are ordinary again. Local."""
@@ -151,6 +161,7 @@ def wrap(
     process_group: "dist.ProcessGroup | None" = None,
     transport: str = "auto",
     param_dtype: "torch.dtype | None" = None,
+    mp_policy: "MixedPrecisionPolicy | None" = None,
     bucket_cap_mb: "float | None" = None,
     accumulate: int = 1,
     elementwise: bool = False,
@@ -174,7 +185,11 @@ def wrap(
         process_group: the ranks that train this model; the default group, or this process alone where none exists.
         transport: ``"shm"`` (ranks on one host), ``"c10d"`` (the process group), or ``"auto"``.
         param_dtype: ``torch.bfloat16`` or ``torch.float16``: parameters and floating-point inputs are cast to it, master
-            weights are taken from the values before the cast and kept in FP32, gradients accumulate in FP32.
+            weights are taken from the values before the cast and kept in FP32, gradients accumulate in FP32. FP64 parameters
+            stay as they are.
+        mp_policy: FSDP2's ``MixedPrecisionPolicy``, in place of ``param_dtype``. ``output_dtype`` casts what the forward
+            returns, ``cast_forward_inputs=False`` leaves its inputs. Any ``reduce_dtype`` is accepted, and gradients are
+            accumulated and summed in FP32, which is at least as exact.
         bucket_cap_mb: size of a gradient bucket in MiB.
         accumulate: with K > 1 only every K-th backward of a window synchronises by itself.
         elementwise: see :class:`shardstep.ShardedOptimizer`.
@@ -207,7 +222,7 @@ def wrap(
         _refuse(optimizer, elementwise)
     engine = Engine(
         module, sharded=True, process_group=process_group, transport=transport, param_dtype=param_dtype,
-        bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, init_sync=init_sync,
+        mp_policy=mp_policy, bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, init_sync=init_sync,
         broadcast_buffers=broadcast_buffers, ignored_params=ignored_params, debug=debug,
     )
     module.__dict__[ENGINE] = engine
