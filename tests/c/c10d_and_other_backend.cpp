@@ -1,5 +1,7 @@
-// A process group for the tests of the c10d transport whose backend is not Gloo, has only a flat reduce-scatter and a
+// The c10d transport, and for its tests a process group whose backend is not Gloo, has only a flat reduce-scatter and a
 // broadcast, and, like MPI, forbids that output and input overlap. Underneath it is Gloo.
+
+#include "shim/c10d.cpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
