@@ -156,6 +156,30 @@ static void hold(ss_engine *e)
     }
 }
 
+/* Replicated: what any rank used has a gradient on every rank, and the next backward adds to it. */
+static void show_averages(ss_engine *e)
+{
+    for (int32_t i = 0; i < e->layout.n_params; i++) {
+        if (e->layout.placements[i].bucket >= 0 && (e->verdict[i] & VERDICT_PRESENT)) {
+            e->framework.bind(e->framework.ctx, i);
+            e->params[i].state = SS_LOCAL;
+        }
+    }
+}
+
+/* The framework will average: every slot holds what this rank has, or zeros. */
+static void expose(ss_engine *e)
+{
+    for (int32_t b = 0; b < e->layout.n_buckets; b++) {
+        SS_EACH_MEMBER(e, b, i) {
+            if (e->params[i].state != SS_LOCAL) {
+                size_t element = ss_dtype_size(e->layout.buckets[b].grad_dtype);
+                memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0, (size_t)e->params[i].spec.numel * element);
+            }
+        }
+    }
+}
+
 /* Replicated: every rank gets all of the average, as torch DDP leaves it. */
 static ss_code replicate(ss_engine *e, ss_error *err)
 {
@@ -178,12 +202,7 @@ static ss_code replicate(ss_engine *e, ss_error *err)
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
         e->buckets[b].phase = SS_OPEN;
     }
-    for (int32_t i = 0; i < e->layout.n_params; i++) {
-        if (e->layout.placements[i].bucket >= 0 && (e->verdict[i] & VERDICT_PRESENT)) {
-            e->framework.bind(e->framework.ctx, i);
-            e->params[i].state = SS_LOCAL;
-        }
-    }
+    show_averages(e);
     return SS_OK;
 }
 
@@ -327,6 +346,10 @@ ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *plac
             return SS_OK;
         }
     }
+    if (e->framework_averages && request->at == SS_AT_SYNC) {
+        expose(e);
+        return SS_OK;
+    }
     code = ss_message_agree_scales(e, err);
     if (code == SS_ERR_MISMATCH) {
         return code;
@@ -375,6 +398,18 @@ ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, int *plac
         e->stepping = false;
     }
     e->stats.exposed_seconds += ss_now() - begin;
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+ss_code ss_engine_averaged(ss_engine *e, ss_error *err)
+{
+    pthread_mutex_lock(&e->lock);
+    ss_code code = ss_check_usable(e, err);
+    if (code == SS_OK) {
+        show_averages(e);
+        begin_round(e);
+    }
     pthread_mutex_unlock(&e->lock);
     return code;
 }

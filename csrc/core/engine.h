@@ -98,6 +98,16 @@ int ss_engine_sync(const ss_engine *engine);
 void ss_engine_set_last_backward(ss_engine *engine, int last);
 ss_code ss_engine_set_divide_factor(ss_engine *engine, double factor, ss_error *err);
 
+/*
+ * Replicated mode. A synchronising backward closes at its end by itself; but when the framework `synchronises`, it launches
+ * nothing and only says so (ss_engine_sync_due, once), and the framework closes at SS_AT_SYNC. When the framework also
+ * `averages`, that close reduces nothing: it leaves every slot of this rank with its gradient or zeros, and the framework
+ * puts the averages there and calls ss_engine_averaged. Alike on all ranks, and between backwards.
+ */
+void ss_engine_by_framework(ss_engine *engine, int synchronises, int averages);
+int ss_engine_sync_due(ss_engine *engine);
+ss_code ss_engine_averaged(ss_engine *engine, ss_error *err);
+
 /* ---- Closing (communicates) ---- */
 
 typedef enum { SS_AT_READ = 0, SS_AT_STEP = 1, SS_AT_ABORT = 2, SS_AT_SYNC = 3 } ss_close_point;

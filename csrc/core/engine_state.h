@@ -75,6 +75,7 @@ struct ss_engine {
     ss_origin origin; /* a forked child must not go on with it */
     int rank, world;
     bool sharded, sync, last_backward;
+    bool framework_synchronises, framework_averages, sync_due; /* replicated: see ss_engine_by_framework */
     int accumulate;
     int64_t bucket_bytes;
     double divide_factor;

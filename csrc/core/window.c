@@ -328,7 +328,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     } else if (bucket->defer == 0) { /* re-entrant checkpointing of a layer used twice: its sums stay those of one process */
         bucket->defer = 1;
     }
-    return synchronising(e) ? launch_ready(e, b, false, err) : SS_OK;
+    return synchronising(e) && !e->framework_synchronises ? launch_ready(e, b, false, err) : SS_OK;
 }
 
 /* A clip must see the same parameters on every rank: show those that only another rank may have used. */
@@ -350,7 +350,9 @@ static void bind_phantoms(ss_engine *e)
 
 static ss_code end_backward(ss_engine *e, ss_error *err)
 {
-    if (synchronising(e)) {
+    if (synchronising(e) && e->framework_synchronises) {
+        e->sync_due = true;
+    } else if (synchronising(e)) {
         SS_TRY(launch_ready(e, -1, true, err));
         if (!e->sharded) {
             ss_close_request request = {SS_AT_SYNC, SS_WANT_NOTHING, 0.0, -1};
@@ -401,6 +403,21 @@ ss_code ss_engine_end_backward(ss_engine *e, ss_error *err)
     ss_code code = end_backward(e, err);
     pthread_mutex_unlock(&e->lock);
     return code;
+}
+
+void ss_engine_by_framework(ss_engine *e, int synchronises, int averages)
+{
+    e->framework_synchronises = synchronises != 0;
+    e->framework_averages = averages != 0;
+}
+
+int ss_engine_sync_due(ss_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    int due = e->sync_due;
+    e->sync_due = false;
+    pthread_mutex_unlock(&e->lock);
+    return due;
 }
 
 ss_code ss_engine_zero(ss_engine *e, int32_t i, ss_error *err)

@@ -311,6 +311,35 @@ static PyObject *engine_set_divide_factor(EngineObject *self, PyObject *factor)
     return none_or_raise(ss_engine_set_divide_factor(self->engine, value, &err), &err);
 }
 
+PyDoc_STRVAR(synchronise_with_doc,
+             "synchronise_with(call, averages)\n\n"
+             "Replicated mode: a synchronising backward ends with `call()`, which closes; None ends that. With `averages` that\n"
+             "close leaves this rank's gradients in the slots, and `call` puts the averages there and ends with averaged().");
+
+static PyObject *engine_synchronise_with(EngineObject *self, PyObject *args)
+{
+    PyObject *call;
+    int averages;
+    if (!PyArg_ParseTuple(args, "Op", &call, &averages) || check_open(self) < 0) {
+        return NULL;
+    }
+    ss_shim_set_synchronise(self->shim, call == Py_None ? NULL : call);
+    ss_engine_by_framework(self->engine, call != Py_None, averages);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_averaged(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_error err = {0};
+    ss_code code;
+    WITHOUT_GIL(code, ss_engine_averaged(self->engine, &err));
+    return none_or_raise(code, &err);
+}
+
 PyDoc_STRVAR(close_doc,
              "close(at, want=0, order=2.0, param=-1) -> None or list of parameters to place\n\n"
              "Communicates. Closes the round; when a list comes back, place those and close again.");
@@ -661,6 +690,8 @@ static PyMethodDef methods[] = {
     {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},
     {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
+    {"synchronise_with", (PyCFunction)engine_synchronise_with, METH_VARARGS, synchronise_with_doc},
+    {"averaged", (PyCFunction)engine_averaged, METH_NOARGS, "The averages are in the slots: the round ends."},
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
     {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},

@@ -34,6 +34,7 @@ struct Link {
     std::mutex lock;
     std::vector<int> tasks;  // graph tasks whose end is being waited for
     ss_raise raise = nullptr;
+    PyObject* synchronise = nullptr;  // owned by the shim; see ss_shim_set_synchronise
 };
 using LinkPtr = std::shared_ptr<Link>;
 
@@ -45,6 +46,23 @@ using LinkPtr = std::shared_ptr<Link>;
     error.persist();
     PyGILState_Release(gil);
     throw error;
+}
+
+// The engine leaves the synchronisation at the end of this backward to Python.
+void call_synchronise(const Link& link)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject* call = Py_XNewRef(link.synchronise);
+    PyObject* result = call != nullptr ? PyObject_CallNoArgs(call) : nullptr;
+    Py_XDECREF(call);
+    if (result == nullptr && PyErr_Occurred()) {
+        python_error error;
+        error.persist();
+        PyGILState_Release(gil);
+        throw error;
+    }
+    Py_XDECREF(result);
+    PyGILState_Release(gil);
 }
 
 void end_of_task(const LinkPtr& link, int task)
@@ -63,6 +81,9 @@ void end_of_task(const LinkPtr& link, int task)
     ss_error err = {};
     if (engine != nullptr && ss_engine_end_backward(engine, &err) != SS_OK) {
         throw_python(*link, err);
+    }
+    if (engine != nullptr && ss_engine_sync_due(engine)) {
+        call_synchronise(*link);
     }
 }
 
@@ -351,12 +372,20 @@ ss_shim* ss_shim_create(PyObject* params, ss_raise raise)
 
 void ss_shim_set_engine(ss_shim* shim, ss_engine* engine) { shim->link->engine = engine; }
 
+void ss_shim_set_synchronise(ss_shim* shim, PyObject* synchronise)
+{
+    PyObject* before = shim->link->synchronise;
+    shim->link->synchronise = Py_XNewRef(synchronise);
+    Py_XDECREF(before);
+}
+
 void ss_shim_destroy(ss_shim* shim)
 {
     if (shim == nullptr) {
         return;
     }
     shim->link->engine = nullptr;
+    ss_shim_set_synchronise(shim, nullptr);
     for (Param& p : shim->params) {
         if (p.node) {
             p.node->del_post_hook(p.post_hook);

@@ -32,6 +32,9 @@ int ss_shim_interrupted(void *shim);
 /* The hooks start to report to this engine. */
 void ss_shim_set_engine(ss_shim *shim, ss_engine *engine);
 
+/* What is called, without arguments, when a backward has ended and the framework synchronises; NULL ends that. */
+void ss_shim_set_synchronise(ss_shim *shim, PyObject *synchronise);
+
 /*
  * From now on `.grad` of the parameter is bound to `bound` (a plain tensor or a guard over the same memory as `slot`), and
  * its gradients are reported. -1 with a Python exception on failure.

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from shardstep import _comm_hooks
 from shardstep._engine import DEFAULT_BUCKET_MB, Engine, refuse_fused_in_backward
 from shardstep._errors import UsageError
 from shardstep._module import ENGINE, Synchronised
@@ -21,7 +22,7 @@ from shardstep._module import ENGINE, Synchronised
 #: torch's logging data speak of dtypes by their C++ names.
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 #: What of an instance belongs to this process: not pickled.
-LOCAL = (ENGINE, "process_group", "device_mesh", "reducer", "logger")
+LOCAL = (ENGINE, "process_group", "device_mesh", "reducer", "logger", "_comm_hooks")
 
 
 class Reducer:
@@ -201,6 +202,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         caps = list(bucket_cap_mb_list or ())
         self.bucket_bytes_cap = int(max(caps, default=bucket_cap_mb or DEFAULT_BUCKET_MB) * 2**20)
         self.bucket_bytes_cap_list = [int(mb * 2**20) for mb in caps]
+        self._comm_hooks: list[tuple[Any, Any]] = []
         self._attach(
             Engine(
                 module, sharded=False, process_group=process_group, transport=transport, bucket_cap_mb=bucket_cap_mb,
@@ -263,12 +265,33 @@ class DistributedDataParallel(Synchronised, TorchDDP):
             refuse_fused_in_backward(name, parameter)
         self._lazy_init_ran = True
 
+    def register_comm_hook(self, state: object, hook: "Callable[..., Any]") -> None:
+        """As torch DDP's: ``hook(state, bucket)`` makes the averages, once per bucket and window, and returns a future.
+
+        Local, but to be done alike on all ranks. Sharded models refuse all but torch's ``allreduce_hook``."""
+        _comm_hooks.check(hook)
+        engine = self._engine
+        if engine.sharded:
+            _comm_hooks.refuse_sharded(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        self.logger._set_comm_hook_name(_comm_hooks.name_of(hook))
+        if not engine.sharded:
+            engine.comm_hook = _comm_hooks.CommHook(engine, state, hook)
+            _comm_hooks.install(engine)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self.register_comm_hook(self.process_group, _comm_hooks.BUILTIN[comm_hook_type.name])
+
     def no_sync(self) -> "contextlib.AbstractContextManager[None]":
         """As torch DDP's."""
         return Synchronised.no_sync(self)
 
     def _become_sharded(self) -> Engine:
         old = self._engine
+        for hook, _ in self._comm_hooks:
+            _comm_hooks.refuse_sharded(hook)
         settings = {**old.settings, "broadcast_buffers": old.buffers.follow}
         gradients = [(p, p.grad) for p in old.params if p.grad is not None]
         old.close_down()
@@ -321,7 +344,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     def __setstate__(self, state: dict) -> None:
         """A pickled wrapper is synchronised anew, replicated, over the default process group. Collective, as in torch DDP."""
         follow = state.pop("broadcast_buffers")
-        self.__dict__.update(state)
+        self.__dict__.update(state, _comm_hooks=[])
         named = self.module.named_parameters(remove_duplicate=False)
         self._attach(
             Engine(

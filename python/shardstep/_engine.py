@@ -97,6 +97,7 @@ class Engine:
     ):
         self.closed = True
         self.pid = os.getpid()
+        self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
         self.stepping = False  # inside ShardedOptimizer.step
         self.sharded = sharded
         self.debug = debug
