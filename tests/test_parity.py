@@ -425,7 +425,7 @@ def train_low(rank, world, dtype, transport):
             optimizer.step()
             optimizer.zero_grad()
         state = optimizer.state_dict()["state"]
-        pieces = [state[i]["master_param"].clone() for i in range(len(list(model.parameters())))]
+        pieces = [state[i]["master_param"].local.clone() for i in range(len(list(model.parameters())))]
         found[name] = ([p.detach().clone() for p in model.parameters()], pieces)
         model.unwrap()
     return found

@@ -322,7 +322,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = nn.Module.load_state_dict(self, *args, **kwargs)
         self._engine.check()
-        self._engine.core.reset_masters()
+        self._engine.follow_weights()
         return result
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardstep import _C, _dynamo
 from shardstep._buffers import CHUNK, Buffers
 from shardstep._errors import MismatchError, UsageError
+from shardstep._flat_shard import Cut, memory_order
 from shardstep._gradient import ShardedGradient
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._precision import LOW, Precision, tensors_in
@@ -99,6 +100,7 @@ class Engine:
         self.pid = os.getpid()
         self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
         self.stepping = False  # inside ShardedOptimizer.step
+        self.masters_loaded = False  # by an optimizer's load_state_dict, since the last step
         self.sharded = sharded
         self.debug = debug
         self.precision = Precision()
@@ -344,6 +346,21 @@ class Engine:
                 )
             return
 
+    def cut(self, i: int) -> Cut:
+        """What this rank owns of parameter i, which is in the layout."""
+        slot = self.slots[i]
+        return Cut(
+            self.params[i].shape, slot["begin"], slot["numel"], memory_order(slot["grad"]), self.group.process_group
+        )
+
+    def follow_weights(self) -> None:
+        """The model's state was loaded: masters become the loaded weights. Masters that an optimizer has loaded since the last
+        step belong to the same state, and say more; only where the weights are others do they change."""
+        if self.masters_loaded:
+            self.core.adopt(indices(i for i, slot in enumerate(self.slots) if slot is not None))
+        else:
+            self.core.reset_masters()
+
     def index_of(self, parameter: torch.Tensor) -> int:
         i = self.index.get(id(parameter))
         if i is None:
@@ -475,6 +492,7 @@ class Engine:
 
     def note_step(self) -> None:
         self._unchecked = True
+        self.masters_loaded = False
         if self.buffers.follow:  # here, where all ranks are: a rank that skips a forward must not make the others wait
             self.buffers.broadcast()
         now = self.core.stats()

@@ -111,7 +111,7 @@ class WrappedModule(FSDPMethods, Synchronised):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
         self._engine.check()
-        self._engine.core.reset_masters()
+        self._engine.follow_weights()
         return result
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,8 @@ itself on flat pieces (``TorchRule``).
 
 import array
 import copy
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch.optim import Optimizer
 
 from shardstep._engine import AT_STEP, HELD, LOW, Engine, collector_paused, indices, owner_of
 from shardstep._errors import UsageError
+from shardstep._flat_shard import FlatShard
+from shardstep._full_state import extend_torch
 
 ADAM, SGD = range(2)
 STATE_NAMES = (("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("momentum_buffer",))
@@ -154,12 +158,18 @@ class FusedRule:
             else:
                 self._unset.discard(i)
 
+    def state_of(self, i: int) -> "dict[str, Any]":
+        """A momentum buffer that the first step will fill is there to be loaded into, as a loaded one."""
+        state = self.owner.state[self.engine.params[i]]
+        return {name: self._view(name, i) if value is None else value for name, value in state.items()}
+
     def bytes(self) -> int:
         return sum(t.nbytes for flat in self.flat.values() for t in flat.values())
 
 
 class TorchRule:
-    """The wrapped optimizer's own ``step`` on flat pieces of the FP32 masters."""
+    """The wrapped optimizer's own ``step`` on flat pieces of the FP32 masters. A piece may be empty: it is stepped like the
+    others, so that ranks have the same state under the same names."""
 
     def __init__(self, owner: "ShardedOptimizer"):
         self.owner = owner
@@ -176,17 +186,27 @@ class TorchRule:
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
         self.members.append(i)
         slot = self.engine.slots[i]
-        if slot["numel"] == 0:
-            return
         piece = slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"]
         self.shards[i] = nn.Parameter(piece)
         if warm:
             self.load(i, warm)
+        else:
+            self._fill(i, self.owner.param_groups[group_index])
+
+    def _fill(self, i: int, group: "dict[str, Any]") -> None:
+        """Makes the state that torch makes in its first step, so that there is something to load into before it."""
+        if type(self.optimizer) not in ELEMENTWISE:
+            return
+        shard = self.shards[i]
+        shard.grad = shard.new_zeros(()).expand_as(shard)
+        lists = len(inspect.signature(self.optimizer._init_group).parameters) - 1
+        self.optimizer._init_group({**group, "params": [shard]}, *([] for _ in range(lists)))
+        shard.grad = None
+        if shard in self.optimizer.state:
+            self.owner.state[self.engine.params[i]] = self.optimizer.state[shard]
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
-        shard = self.shards.get(i)
-        if shard is None:
-            return
+        shard = self.shards[i]
         state = {
             key: piece_of(value, i, self.engine).to(shard.dtype if value.is_floating_point() else value.dtype, copy=True)
             if isinstance(value, torch.Tensor) and key not in SCALAR_STATE and value.dim() + self._is_scalar(i) > 0
@@ -207,9 +227,8 @@ class TorchRule:
         for shard in self.shards.values():
             shard.grad = None
         for i in stepped:
-            core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
-            if i in self.shards:
-                self.shards[i].grad = self.engine.slots[i]["piece_grad"]
+            core.materialise(i)
+            self.shards[i].grad = self.engine.slots[i]["piece_grad"]
         outer = self.owner.param_groups
         inner = [
             {**group, "params": [self.shards[i] for p in group["params"] if (i := self.engine.index.get(id(p))) in self.shards]}
@@ -224,12 +243,14 @@ class TorchRule:
         for before, after in zip(outer, inner):
             before.update({key: value for key, value in after.items() if key != "params"})
         for i in stepped:
-            shard = self.shards.get(i)
-            if shard is not None:
-                shard.grad = None
-                if shard in self.optimizer.state:
-                    self.owner.state[self.engine.params[i]] = self.optimizer.state[shard]
+            shard = self.shards[i]
+            shard.grad = None
+            if shard in self.optimizer.state:
+                self.owner.state[self.engine.params[i]] = self.optimizer.state[shard]
         core.publish(indices(stepped))
+
+    def state_of(self, i: int) -> "dict[str, Any]":
+        return self.owner.state.get(self.engine.params[i], {})
 
     def bytes(self) -> int:
         return sum(
@@ -241,19 +262,29 @@ class TorchRule:
 
 
 def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
-    """This rank's piece of a state tensor of parameter i, which is whole (the parameter's shape) or that piece already."""
-    from shardstep._engine import _in_memory_order
+    """This rank's piece, flat, of a state tensor of parameter i that is whole or that :class:`FlatShard` of it."""
+    cut = engine.cut(i)
+    if isinstance(value, FlatShard):
+        if value.cut != cut:
+            raise UsageError(
+                f"optimizer state of parameter {engine.names[i]!r} is {value!r}, cut for other ranks; this rank holds "
+                f"[{cut.begin}, {cut.begin + cut.numel}). Across world sizes save and load with shardstep.checkpoint or "
+                "torch.distributed.checkpoint"
+            )
+        return value.local
+    if value.shape != cut.shape:
+        raise UsageError(
+            f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
+            f"{tuple(cut.shape)}"
+        )
+    return cut.of(value)
 
-    slot, parameter = engine.slots[i], engine.params[i]
-    value = value.detach()
-    if value.shape == parameter.shape and (value.dim() != 1 or engine.group.world == 1 or value.numel() != slot["numel"]):
-        return _in_memory_order(value, slot["grad"])[slot["begin"] : slot["begin"] + slot["numel"]]
-    if value.numel() == slot["numel"]:
-        return value.reshape(-1)
-    raise UsageError(
-        f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
-        f"{tuple(parameter.shape)} or this rank's piece of {slot['numel']} elements (saved with the same world size)"
-    )
+
+class State(defaultdict):
+    """Always true: torch's ``get_state_dict`` steps an optimizer whose state is not, to fill it."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class ShardedOptimizer(Optimizer):
@@ -283,6 +314,7 @@ class ShardedOptimizer(Optimizer):
         warm = dict(optimizer.state)
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.state = State(dict)
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks
         self._rule = FusedRule(self) if _is_fused(optimizer, self.engine) else TorchRule(self)
         with collector_paused():
@@ -377,23 +409,29 @@ class ShardedOptimizer(Optimizer):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> "dict[str, Any]":
-        """torch's format; state tensors are this rank's pieces, to be loaded at the same world size and rank. Parameters of
-        low precision carry their FP32 master as ``master_param``."""
+        """torch's format. State tensors are :class:`FlatShard`: this rank's part under the whole tensor's shape, for
+        torch.distributed.checkpoint at any world size, and for ``torch.save`` to be loaded at the same one. Parameters of low
+        precision carry their FP32 master as ``master_param``."""
+        extend_torch()
         saved = super().state_dict()
-        position = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                i = self.engine.index.get(id(parameter))
-                slot = self.engine.slots[i] if i is not None else None
-                if slot is not None and slot["param"].dtype in LOW:
-                    state = dict(saved["state"].get(position, {}))
-                    state[MASTER] = slot["piece_master"]
-                    saved["state"][position] = state
-                position += 1
+        everyone = [parameter for group in self.param_groups for parameter in group["params"]]
+        for position, parameter in enumerate(everyone):
+            i = self.engine.index.get(id(parameter))
+            if i is None or self.engine.slots[i] is None:
+                continue
+            cut = self.engine.cut(i)
+            state = {
+                key: FlatShard(value, cut) if isinstance(value, torch.Tensor) and value.dim() == 1 else value
+                for key, value in self._rule.state_of(i).items()
+            }
+            if parameter.dtype in LOW:
+                state[MASTER] = FlatShard(self.engine.slots[i]["piece_master"], cut)
+            if state:
+                saved["state"][position] = state
         return saved
 
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:
-        """Loads what :meth:`state_dict` gave at the same world size, or a state_dict of the unsharded optimizer."""
+        """Loads what :meth:`state_dict` gave, at the same world size, or a state_dict of the unsharded optimizer. Local."""
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -415,6 +453,7 @@ class ShardedOptimizer(Optimizer):
                 master = state.get(MASTER)
                 if master is not None and slot["piece_master"] is not None:
                     slot["piece_master"].copy_(piece_of(master, i, self.engine))
+                    self.engine.masters_loaded = True
                 self._rule.load(i, state)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

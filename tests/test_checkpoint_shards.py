@@ -1,0 +1,362 @@
+"""Shards in torch.distributed.checkpoint: torch's own functions save and load a wrapped model and optimizer at any number of
+ranks, under the names of the plain model."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import ranks
+import shardstep
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardstep._flat_shard import Cut, FlatShard, memory_order
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+pytestmark = pytest.mark.timeout(60)
+WORLDS = [1, 2, 3, 4]
+
+
+# -- one shard ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cuts(draw):
+    """A dense tensor of some memory order, filled with 0, 1, 2, ... as its memory has them, and a range of it."""
+    shape = draw(st.lists(st.integers(1, 5), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    numel = math.prod(shape)
+    memory = torch.arange(float(numel)).view([shape[d] for d in order])
+    tensor = memory.permute([order.index(d) for d in range(len(order))])
+    begin = draw(st.integers(0, numel))
+    return tensor, begin, draw(st.integers(begin, numel))
+
+
+@settings(max_examples=200, deadline=None)
+@given(cuts())
+def test_a_cut_is_few_boxes_that_cover_it_once_and_share_its_memory(case):
+    tensor, begin, end = case
+    cut = Cut(tensor.shape, begin, end - begin, memory_order(tensor))
+    assert torch.equal(cut.of(tensor), torch.arange(float(begin), float(end)))
+    local = cut.of(tensor).clone()
+    shard = FlatShard(local, cut)
+    chunks = shard.__create_chunk_list__()
+    assert len(chunks) <= max(1, 2 * tensor.dim() - 1)
+    seen = torch.zeros(tensor.shape)
+    for item in shard.__create_write_items__("x", shard):
+        offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, sizes))
+        part = shard.__get_tensor_shard__(item.index)
+        assert torch.equal(part, tensor[where])
+        assert part.untyped_storage().nbytes() == part.nbytes
+        assert local.data_ptr() <= part.data_ptr() < local.data_ptr() + local.nbytes
+        seen[where] += 1
+        part += 0.5
+    assert torch.equal(seen, ((tensor >= begin) & (tensor < end)).float())
+    assert torch.equal(local, torch.arange(float(begin), float(end)) + 0.5)
+
+
+def test_shard_is_copied_saved_and_compared_and_says_that_it_cannot_compute():
+    flat = torch.arange(1000.0)
+    shard = FlatShard(flat[10:15], Cut((4, 5), 7, 5))
+    assert shard.shape == (4, 5) and shard.local.data_ptr() == flat[10:].data_ptr()
+    file = io.BytesIO()
+    torch.save({"x": shard}, file)
+    assert file.tell() < 2500  # five elements, not a thousand
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["x"]
+    twins = [copy.deepcopy(shard), pickle.loads(pickle.dumps(shard)), loaded, shard.clone(), shard.to(torch.float64).float()]
+    for twin in twins:
+        assert type(twin) is FlatShard and twin.shape == (4, 5) and torch.equal(twin, shard)
+        assert twin.local.data_ptr() != shard.local.data_ptr()
+    assert not torch.equal(shard, FlatShard(flat[10:15], Cut((4, 5), 8, 5)))
+    assert repr(shard) == "FlatShard(shape=(4, 5), [7, 12), dtype=torch.float32)"
+    with pytest.raises(NotImplementedError, match=r"this rank holds 5 of its 20 elements, in \.local"):
+        shard + 1
+    with pytest.raises(ValueError, match="a shard of 6 elements"):
+        FlatShard(flat[10:15], Cut((4, 5), 7, 6))
+
+
+# -- a model and its optimizer ------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Odd shapes, fewer elements than ranks, frozen, tied, 0-dim and empty parameters, and one in channels_last."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(7, 53)
+        self.frozen = nn.Linear(53, 5)
+        self.second = nn.Linear(53, 7, bias=False)
+        self.tied = nn.Linear(7, 53, bias=False)
+        self.tied_again = nn.Linear(7, 53, bias=False)
+        self.tied_again.weight = self.tied.weight
+        self.conv = nn.Conv2d(3, 11, 3).to(memory_format=torch.channels_last)
+        self.pair = nn.Parameter(torch.randn(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.seen += 1
+        hidden = self.first(x).tanh()
+        out = self.second(hidden) * self.scale + self.frozen(hidden).sum(1, keepdim=True)
+        out = self.second(self.tied(out).tanh() + self.tied_again(x))
+        image = self.conv(out[:, :3, None, None].expand(-1, 3, 3, 3).contiguous())
+        return out.square().mean() + image.square().mean() + self.pair.prod() ** 2 + self.empty.sum()
+
+
+def optimizer_over(model):
+    """Two groups that differ in one option."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)], lr=1e-2)
+
+
+def start(form, seed, optimizer_over=optimizer_over, **options):
+    model = Odd(seed)
+    options = dict(bucket_cap_mb=0.002, **options)
+    if form == "wrap":
+        return shardstep.wrap(model, optimizer_over(model), **options)
+    model = shardstep.DistributedDataParallel(model, **options)
+    return model, shardstep.ShardedOptimizer(optimizer_over(model), model)
+
+
+def train(model, optimizer, steps, rank, world):
+    for step in steps:
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return {name.removeprefix("module."): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def save_by_torch(rank, world, form, folder, asynchronous):
+    model, optimizer = start(form, seed=1)
+    train(model, optimizer, range(3), rank, world)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    if asynchronous:
+        group = dist.new_group(backend="gloo")  # it communicates while the buffers of the training do
+        future = dcp.async_save(state, checkpoint_id=folder, process_group=group)
+        train(model, optimizer, range(3, 6), rank, world)
+        future.result()
+        dist.destroy_process_group(group)
+    else:
+        dcp.save(state, checkpoint_id=folder)
+        train(model, optimizer, range(3, 6), rank, world)
+    return weights(model)
+
+
+def load_by_torch(rank, world, form, folder):
+    model, optimizer = start(form, seed=2)
+    steps = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    assert steps == []  # torch steps an optimizer without state to make it
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(model, optimizer, range(3, 6), rank, world)
+    return weights(model), [group["weight_decay"] for group in optimizer.param_groups]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By form and world size: the folder, and the weights of the run that went on."""
+    made = {}
+
+    def get(form, world, asynchronous=False):
+        key = form, world, asynchronous
+        if key not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            made[key] = folder, ranks.run(world, save_by_torch, form, folder, asynchronous)[0]
+        return made[key]
+
+    return get
+
+
+def assert_same(got, expected, exactly):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value) if exactly else torch.allclose(got[name], value, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("before", WORLDS)
+def test_run_saved_and_loaded_by_torch_goes_on_at_any_number_of_ranks(saved, before, world):
+    folder, expected = saved("wrap", before)
+    for got, decays in ranks.run(world, load_by_torch, "wrap", folder):
+        assert_same(got, expected, exactly=before == world)
+        assert decays == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("form,other", [("class", "class"), ("class", "wrap"), ("wrap", "class")])
+def test_both_forms_have_the_same_names(saved, form, other):
+    folder, expected = saved(form, 2)
+    for got, _ in ranks.run(2, load_by_torch, other, folder):
+        assert_same(got, expected, exactly=True)
+
+
+def test_async_save_is_of_the_moment_it_was_called(saved):
+    folder, expected = saved("wrap", 2, asynchronous=True)
+    for got, _ in ranks.run(2, load_by_torch, "wrap", folder):
+        assert_same(got, expected, exactly=True)
+
+
+def names_and_values(rank, world, form):
+    """Against torch's own optimizer over the same model in one process."""
+    plain = Odd(1)
+    theirs = optimizer_over(plain)
+    model, optimizer = start(form, seed=1)
+    for step in range(2):
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+        plain(x).backward()
+        theirs.step()
+        theirs.zero_grad()
+    train(model, optimizer, range(2), rank, world)
+    expected = get_optimizer_state_dict(plain, theirs)
+    sharded = get_optimizer_state_dict(model, optimizer)
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    on_rank_0 = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    assert list(get_model_state_dict(model)) == list(get_model_state_dict(plain))
+    for got in (sharded, full):
+        assert got["param_groups"] == expected["param_groups"]
+        assert got["state"].keys() == expected["state"].keys()
+    for name, state in expected["state"].items():
+        assert full["state"][name].keys() == state.keys()
+        for key, value in state.items():
+            got = full["state"][name][key]
+            assert type(got) is torch.Tensor and got.stride() == value.stride()
+            assert torch.allclose(got, value, rtol=1e-5, atol=1e-7), (name, key)
+            if rank == 0:
+                assert torch.equal(on_rank_0["state"][name][key], got)
+            shard = sharded["state"][name][key]
+            if key != "step":
+                assert type(shard) is FlatShard and torch.equal(shard.local, shard.cut.of(got))
+    assert rank == 0 or not on_rank_0
+    # And back, from rank 0 alone and from whole tensors everywhere.
+    for options, state in (
+        (StateDictOptions(full_state_dict=True), full),
+        (StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), full if rank == 0 else {}),
+    ):
+        model, optimizer = start(form, seed=2)
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=options)
+        again = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        groups = [{**group, "betas": tuple(group["betas"])} for group in again["param_groups"]]  # torch flattens the tuple
+        assert groups == expected["param_groups"]
+        for name, values in full["state"].items():
+            if options.broadcast_from_rank0 and name == "conv.weight":
+                continue  # torch broadcasts its memory, whatever order that has on each rank
+            assert all(torch.equal(again["state"][name][key], value) for key, value in values.items()), name
+
+
+@pytest.mark.parametrize("form", ["wrap", "class"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_state_has_the_names_and_whole_values_of_torch(world, form):
+    ranks.run(world, names_and_values, form)
+
+
+def kept_master(rank, world, folder):
+    def new(seed):
+        return start("wrap", seed, param_dtype=torch.bfloat16)
+
+    model, optimizer = new(1)
+    train(model, optimizer, range(3), rank, world)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6), rank, world)
+    expected = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
+    model, optimizer = new(2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(model, optimizer, range(3, 6), rank, world)
+    assert_same(weights(model), expected[0], exactly=True)
+    for position, state in expected[1].items():
+        for key, value in state.items():
+            assert torch.equal(optimizer.state_dict()["state"][position][key], value), key
+    # Weights alone, without an optimizer's masters, are followed to the bit.
+    weights_alone = {name: torch.full_like(value, 1.0) for name, value in model.state_dict().items()}
+    model.load_state_dict(weights_alone)
+    masters = [s["master_param"].local for s in optimizer.state_dict()["state"].values() if "master_param" in s]
+    assert all(bool((m == 1.0).all()) for m in masters)
+
+
+def test_masters_of_a_bf16_model_survive_to_the_bit(tmp_path):
+    ranks.run(2, kept_master, tmp_path)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+    "adadelta": lambda params: torch.optim.Adadelta(params),
+    "adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "radam": lambda params: torch.optim.RAdam(params, lr=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=1e-2, t0=2),
+}
+
+
+def other_optimizers(rank, world, kind, folder):
+    def new(seed):
+        return start("wrap", seed, lambda model: OPTIMIZERS[kind](model.parameters()))
+
+    model, optimizer = new(1)
+    train(model, optimizer, range(3), rank, world)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6), rank, world)
+    expected = weights(model)
+    model, optimizer = new(2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(model, optimizer, range(3, 6), rank, world)
+    assert_same(weights(model), expected, exactly=True)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_is_saved_and_loaded_by_torch(kind, tmp_path):
+    ranks.run(2, other_optimizers, kind, tmp_path)
+
+
+def another_cut(rank, world, folder):
+    model, optimizer = start("wrap", seed=1)
+    theirs = torch.load(folder / "rank0.pt")
+    with pytest.raises(shardstep.UsageError, match=r"parameter '(first|tied).weight' is FlatShard.*cut for other ranks"):
+        optimizer.load_state_dict(theirs)
+
+
+def save_rank_0(rank, world, folder):
+    model, optimizer = start("wrap", seed=1)
+    if rank == 0:
+        torch.save(optimizer.state_dict(), folder / "rank0.pt")
+    dist.barrier()
+
+
+def test_a_ranks_own_state_dict_is_refused_by_name_at_another_number_of_ranks(tmp_path):
+    ranks.run(2, save_rank_0, tmp_path)
+    ranks.run(3, another_cut, tmp_path)
