@@ -588,7 +588,7 @@ def sweep_body(rank, world):
         for k, arguments in enumerate(TEMPLATES):
             x, guard = other.clone(), model.weight.grad
             try:
-                torch.manual_seed(1)
+                torch.default_generator.manual_seed(1)  # torch.manual_seed costs more than all else here
                 result = function(*arguments(guard, x))
             except shardstep.UsageError as error:
                 refused.add(name)
@@ -601,7 +601,7 @@ def sweep_body(rank, world):
                 continue
             y, plain = other.clone(), start.clone()
             try:
-                torch.manual_seed(1)
+                torch.default_generator.manual_seed(1)
                 expected = function(*arguments(plain, y))
             except Exception as error:
                 wrong.append((name, k, f"answered {result!r} instead of raising {error!r}"))
