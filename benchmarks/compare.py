@@ -9,7 +9,9 @@ a new model where model or dtype change. The points that have a goal go first, a
 follows, then memory. Results are saved after every run, and --minutes ends it in time. `local` computes the same
 micro-batches and meets the others at one barrier per step, without communication and update; what a peer takes beyond
 `local` is its overhead. Memory is looked at in runs of its own, with next to no activations: the peak over two
-micro-batches and a step, beyond what the process had before the model, averaged over ranks.
+micro-batches and a step, beyond what the process had before the model and beyond what forward and backward of the bare
+module need for a moment, averaged over ranks. There the allocator gives large blocks back when they are freed
+(MALLOC_MMAP_THRESHOLD_), so that what it would keep is not taken for a peer's.
 
 Columns: step median and minimum; overhead by medians and by minima, and each as a ratio to DDP's; time in the update
 itself; bytes a rank receives per step; peak memory, and as a ratio to shardstep's budget for the model, which is
@@ -84,6 +86,8 @@ class Turn:
         arguments = ["--points", points, "--seconds", self.seconds, *["--memory"] * self.memory]
         for peer in self.peers:
             environment = {"DS_ACCELERATOR": "cpu"} if peer.startswith("deepspeed") else {}
+            if self.memory:
+                environment["MALLOC_MMAP_THRESHOLD_"] = str(2**17)  # named, it does not grow
             yield peer, Job(
                 peer, "compare_rank.py", self.points[0].world, ["--peer", peer, *arguments], environment=environment
             )

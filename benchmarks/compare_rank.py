@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from common import pss, release_memory, report
-from models import WORKLOADS
+from models import WORKLOADS, Workload
 from peers import PEERS, Peer
 from torch import nn
 
@@ -108,11 +108,32 @@ def peak_memory(make_peer: Callable[[], Peer], batches: Batches) -> dict:
     return {"peak_bytes": highest.value - before, "parameters": parameters}
 
 
-def memory_of_model(make_peer: Callable[[], Peer], workload) -> dict:
-    """With next to no activations: two micro-batches of one sample of few tokens."""
+def activations(workload: Workload, dtype: torch.dtype, batches: Batches) -> int:
+    """The most that forward and backward of the bare module need for a moment, each gradient freed as soon as it is made."""
+    model = workload.build().to(dtype)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    release_memory()
+    dist.barrier()
+    before = pss()
+    with Highest() as highest:
+        for _ in range(2):
+            for inputs, targets in batches:
+                inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+                workload.loss(model(inputs), targets).backward()
+    dist.barrier()
+    return highest.value - before
+
+
+def memory_of_model(make_peer: Callable[[], Peer], workload: Workload, dtype: torch.dtype) -> dict:
+    """Beyond activations, of which there are next to none: two micro-batches of one sample of few tokens."""
     batches = [workload.micro_batch() for _ in range(2)]
     batches = [tuple(t[:1, :8] if t.dtype == torch.int64 else t[:1] for t in batch) for batch in batches]
-    return peak_memory(make_peer, batches)
+    transient = activations(workload, dtype, batches)
+    gc.collect()
+    release_memory()
+    found = peak_memory(make_peer, batches)
+    return {**found, "peak_bytes": found["peak_bytes"] - transient, "activation_bytes": transient}
 
 
 def main() -> None:
@@ -135,7 +156,7 @@ def main() -> None:
         torch.manual_seed(0)
         make_peer = functools.partial(peer, workload, getattr(torch, dtype))
         if args.memory:
-            found.append(memory_of_model(make_peer, workload))
+            found.append(memory_of_model(make_peer, workload, getattr(torch, dtype)))
         else:
             found += measure_model(make_peer, workload, [k for _, _, k in points], args.seconds)
         gc.collect()
