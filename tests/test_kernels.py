@@ -84,6 +84,8 @@ class Kernels(ctypes.Structure):
         ("f32_to_f16", kernel(c_void_p, c_void_p, c_int64)),
         ("bf16_to_f32", kernel(c_void_p, c_void_p, c_int64)),
         ("f16_to_f32", kernel(c_void_p, c_void_p, c_int64)),
+        ("add_bf16", kernel(c_void_p, c_void_p, c_int64)),
+        ("add_f16", kernel(c_void_p, c_void_p, c_int64)),
         ("adam", kernel(POINTER(AdamArgs), c_int64)),
         ("sgd", kernel(POINTER(SgdArgs), c_int64)),
     ]
@@ -165,6 +167,15 @@ def test_every_low_precision_value_widens_as_in_torch(kernels, low):
     actual = torch.empty(65536)
     (kernels.bf16_to_f32 if low == BF16 else kernels.f16_to_f32)(actual.data_ptr(), patterns.data_ptr(), 65536)
     assert_same_bits(actual, patterns.view(LOW_DTYPES[low]).float())
+
+
+@pytest.mark.parametrize("n", [0, 1, 17, 255, 256, 1000])
+@pytest.mark.parametrize("low", LOW_DTYPES)
+def test_adding_low_precision_rounds_as_torch_does(kernels, low, n):
+    sums, terms = randn(n, 3), randn(n, 4).to(LOW_DTYPES[low])
+    expected = sums + terms.float()
+    (kernels.add_bf16 if low == BF16 else kernels.add_f16)(sums.data_ptr(), terms.data_ptr(), n)
+    assert_same_bits(sums, expected)
 
 
 @needs_torch_with_fma

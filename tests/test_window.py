@@ -361,3 +361,39 @@ def unused_after_module_zero_grad(rank, world):
 
 def test_clip_after_the_modules_own_zero_grad_sees_what_only_another_rank_used():
     assert ranks.run(2, unused_after_module_zero_grad) == pytest.approx([(5 * 1.5**2 + 5 * 1.0) ** 0.5] * 2)
+
+
+def low_precision_sums(rank, world, hooked):
+    """The gradients of a bf16 weight after each of three micro-batches, wrapped and as torch itself accumulates into FP32."""
+    torch.manual_seed(0)
+    weight = torch.randn(5, 7).bfloat16()
+    inputs = [torch.randn(4, 7).bfloat16() for _ in range(3)]
+    seen = {}
+    for kind in ("wrapped", "torch"):
+        layer = torch.nn.Linear(7, 5, bias=False)
+        layer.weight.data.copy_(weight)
+        if kind == "wrapped":
+            shardstep.wrap(layer, torch.optim.SGD(layer.parameters(), lr=0.0), param_dtype=torch.bfloat16)
+            context = layer.no_sync
+        else:
+            layer.bfloat16()
+            layer.weight.grad_dtype = None
+            layer.weight.grad = torch.zeros(5, 7)
+            context = contextlib.nullcontext
+        in_hook = []
+        if hooked:
+            layer.weight.register_post_accumulate_grad_hook(lambda p, to=in_hook: to.append(p.grad.detach().clone()))
+        after = []
+        for x in inputs:
+            with context():
+                layer(x).float().square().sum().backward()
+                after.append(layer.weight.grad.detach().clone())
+        assert all(gradient.dtype == torch.float32 for gradient in after)
+        seen[kind] = [torch.Tensor(gradient.float()) for gradient in after + in_hook]
+    return [torch.equal(a, b) for a, b in zip(seen["wrapped"], seen["torch"], strict=True)]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "with a hook of the user's"])
+def test_low_precision_gradients_add_up_in_fp32_as_torch_adds_them(hooked):
+    (result,) = ranks.run(1, low_precision_sums, hooked)
+    assert result == [True] * (6 if hooked else 3)

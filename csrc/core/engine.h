@@ -15,6 +15,8 @@
 #include "core/layout.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
+#include <stdbool.h>
+
 #include "transport/transport.h"
 
 #ifdef __cplusplus
@@ -38,8 +40,11 @@ typedef struct {
     int (*wants_place)(void *ctx, int32_t param);
     void (*bind)(void *ctx, int32_t param);
     void (*unbind)(void *ctx, int32_t param);
-    /* Copies the OTHER gradient into the slot, casting and densifying. */
-    ss_code (*fold)(void *ctx, int32_t param, ss_error *err);
+    /* Would autograd cast a gradient first to add it to what is in the slot? Then it is asked for the gradient itself, and
+       fold adds. Not where a hook of the user's looks at the sum in between. */
+    int (*casts)(void *ctx, int32_t param);
+    /* Copies the OTHER gradient into the slot, or adds it, casting and densifying. */
+    ss_code (*fold)(void *ctx, int32_t param, bool add, ss_error *err);
     /* As fold, but only elements [begin, begin + numel) of the gradient, to dst (in the gradient dtype). */
     ss_code (*fold_piece)(void *ctx, int32_t param, int64_t begin, int64_t numel, void *dst, ss_error *err);
     /* The gradient kept beside a slot that is in flight, where no user sees it: adds the gradient to it, making it when there

@@ -10,7 +10,7 @@
 
 #include "core/engine_state.h"
 
-static ss_code absorb(ss_engine *e, int32_t i, ss_error *err);
+static ss_code absorb(ss_engine *e, int32_t i, bool add, ss_error *err);
 
 /* The user has dropped the gradient (.grad = None, zero_grad, a new tensor). */
 void ss_window_drop(ss_engine *e, int32_t i)
@@ -55,7 +55,7 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
     }
     if (p->handing) { /* a close from a hook of the user's that runs inside the accumulation */
         p->handing = false;
-        return absorb(e, i, err);
+        return absorb(e, i, p->state == SS_LOCAL, err);
     }
     if (closing && p->state == SS_HELD && e->buckets[e->layout.placements[i].bucket].phase == SS_CLOSED) {
         if (p->piece.numel > 0) {
@@ -72,7 +72,7 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
     if (p->state != SS_NONE) {
         ss_window_drop(e, i);
     }
-    return absorb(e, i, err);
+    return absorb(e, i, false, err);
 }
 
 bool ss_window_has_local(const ss_engine *e, int32_t b)
@@ -165,8 +165,9 @@ static ss_code try_reopen(ss_engine *e, int32_t b, ss_error *err)
     return state == SS_REDUCE_SETTLED ? ss_window_reopen_launched(e, b, err) : SS_OK;
 }
 
-/* The OTHER gradient of a parameter becomes the content of its slot, or waits beside it while the slot is in flight. */
-static ss_code absorb(ss_engine *e, int32_t i, ss_error *err)
+/* The OTHER gradient of a parameter becomes the content of its slot, or is added to it, or waits beside it while the slot is
+   in flight. */
+static ss_code absorb(ss_engine *e, int32_t i, bool add, ss_error *err)
 {
     ss_param *p = &e->params[i];
     int32_t b = e->layout.placements[i].bucket;
@@ -183,7 +184,7 @@ static ss_code absorb(ss_engine *e, int32_t i, ss_error *err)
     if (bucket->phase == SS_CLOSED) {
         SS_TRY(ss_window_reopen_closed(e, b, err));
     }
-    SS_TRY(e->framework.fold(e->framework.ctx, i, err));
+    SS_TRY(e->framework.fold(e->framework.ctx, i, add, err));
     e->framework.bind(e->framework.ctx, i);
     p->state = SS_LOCAL;
     return SS_OK;
@@ -279,15 +280,19 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
     e->buckets[b].adding++;
     switch ((ss_param_state)p->state) {
     case SS_NONE:
-    case SS_LOCAL:
         return SS_OK;
+    case SS_LOCAL:
+        if (!e->framework.casts(e->framework.ctx, i)) {
+            return SS_OK;
+        }
+        break;
     case SS_HELD:
         SS_TRY(ss_window_reopen_closed(e, b, err));
         break;
     case SS_SENT:
     case SS_BESIDE:
         SS_TRY(try_reopen(e, b, err));
-        if (p->state == SS_LOCAL) {
+        if (p->state == SS_LOCAL && !e->framework.casts(e->framework.ctx, i)) {
             return SS_OK;
         }
         break;
@@ -296,8 +301,9 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
         break;
     }
     p->handing = true;
-    /* The memory behind .grad has no value of this round: without a .grad autograd hands the gradient over, and the
-       post-hook writes it. That saves the pass that would zero the slot and the pass that would add. */
+    /* The memory behind .grad has no value of this round (or one that autograd would add to in three passes): without a
+       .grad autograd hands the gradient over, and the post-hook writes it (or adds it, in one). That saves the pass that would
+       zero the slot and the pass that would add. */
     e->framework.unbind(e->framework.ctx, i);
     return SS_OK;
 }
@@ -308,6 +314,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     int32_t b = e->layout.placements[i].bucket;
     ss_bucket *bucket = &e->buckets[b];
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
+    bool add = p->handing && p->state == SS_LOCAL;
     p->handing = false;
     e->unsettled = true;
     bucket->adding -= bucket->adding > 0;
@@ -316,7 +323,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
         return ss_window_reconcile(e, i, false, err);
     }
     if (kind == SS_GRAD_OTHER) { /* handed over; or made by create_graph, out of place, from all that the slot held */
-        SS_TRY(absorb(e, i, err));
+        SS_TRY(absorb(e, i, add, err));
     }
     if (bucket->launched) {
         uint8_t defer = bucket->late_backward == e->backward ? 1 : 2;

@@ -88,6 +88,10 @@ typedef struct {
     void (*bf16_to_f32)(float *dst, const uint16_t *src, int64_t n);
     void (*f16_to_f32)(float *dst, const uint16_t *src, int64_t n);
 
+    /* dst[i] += fp32(src[i]) */
+    void (*add_bf16)(float *dst, const uint16_t *src, int64_t n);
+    void (*add_f16)(float *dst, const uint16_t *src, int64_t n);
+
     /*
      * Fused updates: scale, update, and cast to `low` in one pass over memory. When `low` is given, an element whose
      * low-precision bits differ from its rounded master was written by the user; its master is first set from it.

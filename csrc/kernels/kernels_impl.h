@@ -258,6 +258,26 @@ SS_DEFINE_CAST(f32_to_f16, uint16_t, float, ss_f32_to_f16)
 SS_DEFINE_CAST(f16_to_f32, float, uint16_t, ss_f16_to_f32)
 #endif
 
+static void add_bf16(float *dst, const uint16_t *src, int64_t n)
+{
+    SS_INDEPENDENT
+    for (int64_t i = 0; i < n; i++) {
+        dst[i] += ss_bf16_to_f32(src[i]);
+    }
+}
+
+static void add_f16(float *dst, const uint16_t *src, int64_t n)
+{
+    float wide[SS_BLOCK];
+    for (int64_t start = 0; start < n; start += SS_BLOCK) {
+        int64_t length = block_length(start, n);
+        f16_to_f32(wide, src + start, length);
+        for (int64_t i = 0; i < length; i++) {
+            dst[start + i] += wide[i];
+        }
+    }
+}
+
 static void store_low(uint16_t *low, const float *master, ss_dtype dtype, int64_t n)
 {
     if (dtype == SS_BF16) {
@@ -391,6 +411,8 @@ const ss_kernels SS_KERNELS_TABLE = {
     .f32_to_f16 = f32_to_f16,
     .bf16_to_f32 = bf16_to_f32,
     .f16_to_f32 = f16_to_f32,
+    .add_bf16 = add_bf16,
+    .add_f16 = add_f16,
     .adam = adam,
     .sgd = sgd,
 };

@@ -226,37 +226,41 @@ bool same_memory_order(const at::Tensor& a, const at::Tensor& b)
            a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
 }
 
-// dst := grad, both dense on the CPU and of one memory order. False when the kernels have no such copy.
-bool copy_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::Tensor& grad)
+bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+// dst := grad or dst += grad, both dense on the CPU and of one memory order. False when the kernels have no such loop.
+bool fold_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::Tensor& grad, bool add)
 {
     void* to = dst.data_ptr();
     const void* from = grad.const_data_ptr();
-    if (grad.scalar_type() == dst.scalar_type()) {
+    if (grad.scalar_type() == dst.scalar_type() && !add) {
         if (from != to) {
             kernels->copy_through(to, from, static_cast<int64_t>(dst.nbytes()));
         }
         return true;
     }
-    if (dst.scalar_type() == at::kFloat && grad.scalar_type() == at::kBFloat16) {
-        kernels->bf16_to_f32(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
-        return true;
-    }
-    if (dst.scalar_type() == at::kFloat && grad.scalar_type() == at::kHalf) {
-        kernels->f16_to_f32(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
+    if (dst.scalar_type() == at::kFloat && is_low(grad.scalar_type())) {
+        bool bf16 = grad.scalar_type() == at::kBFloat16;
+        auto loop = add ? (bf16 ? kernels->add_bf16 : kernels->add_f16) : (bf16 ? kernels->bf16_to_f32 : kernels->f16_to_f32);
+        loop(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
         return true;
     }
     return false;
 }
 
-// dst := grad, with dst a plain dense tensor.
-void copy_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad)
+// dst := grad or dst += grad, with dst a plain dense tensor.
+void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad, bool add = false)
 {
     TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
-    if (same_memory_order(grad, dst) && dst.is_cpu() && copy_elements(kernels, dst, grad)) {
+    if (same_memory_order(grad, dst) && dst.is_cpu() && fold_elements(kernels, dst, grad, add)) {
         return;
     }
     at::NoGradGuard no_grad;
-    dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
+    if (add) {
+        dst.add_(grad.detach());
+    } else {
+        dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
+    }
 }
 
 ss_code guarded(ss_error* err, const std::function<void()>& body)
@@ -272,10 +276,16 @@ ss_code guarded(ss_error* err, const std::function<void()>& body)
     }
 }
 
-ss_code fold(void* ctx, int32_t i, ss_error* err)
+int casts(void* ctx, int32_t i)
+{
+    const Param& p = at_ctx(ctx, i);
+    return is_low(p.dtype) && !ag::impl::post_acc_grad_hooks(p.variable);
+}
+
+ss_code fold(void* ctx, int32_t i, bool add, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] { copy_gradient(kernels_of(ctx), p.slot, p.variable.grad()); });
+    return guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.variable.grad(), add); });
 }
 
 ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
@@ -285,7 +295,7 @@ ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst
         at::Tensor grad = p.variable.grad();
         if (!same_memory_order(grad, p.slot) || grad.scalar_type() != p.slot.scalar_type()) {
             at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-            copy_gradient(kernels_of(ctx), whole, grad);
+            fold_gradient(kernels_of(ctx), whole, grad);
             grad = whole;
         }
         size_t size = grad.element_size();
@@ -298,7 +308,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
     Param& p = at_ctx(ctx, i);
     return guarded(err, [&] {
         at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-        copy_gradient(kernels_of(ctx), late, p.variable.grad());
+        fold_gradient(kernels_of(ctx), late, p.variable.grad());
         if (p.beside.defined()) {
             at::NoGradGuard no_grad;
             p.beside.add_(late);
@@ -311,7 +321,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
 ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    ss_code code = guarded(err, [&] { copy_gradient(kernels_of(ctx), p.slot, p.beside); });
+    ss_code code = guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.beside); });
     p.beside.reset();
     return code;
 }
@@ -400,8 +410,8 @@ void ss_shim_destroy(ss_shim* shim)
 
 ss_framework ss_shim_framework(ss_shim* shim)
 {
-    return ss_framework{shim,       kind,        wants_place, bind, unbind, fold, fold_piece,
-                        add_beside, fold_beside, drop_beside, written};
+    return ss_framework{shim, kind,       wants_place, bind,        unbind,      casts,
+                        fold, fold_piece, add_beside,  fold_beside, drop_beside, written};
 }
 
 int ss_shim_interrupted(void*)

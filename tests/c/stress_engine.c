@@ -62,11 +62,18 @@ static void unbind_grad(void *ctx, int32_t i)
     f->kind[i] = SS_GRAD_NONE;
 }
 static float *slot_of(framework *f, int32_t i) { return ss_engine_slot(f->engine, i).grad; }
-static ss_code fold(void *ctx, int32_t i, ss_error *err)
+static int casts(void *ctx, int32_t i)
+{
+    (void)ctx;
+    return i % 2; /* some are asked for each gradient itself, the others add in place */
+}
+static ss_code fold(void *ctx, int32_t i, bool add, ss_error *err)
 {
     (void)err;
     framework *f = ctx;
-    memcpy(slot_of(f, i), f->other[i], (size_t)numels[i] * sizeof(float));
+    for (int64_t k = 0; k < numels[i]; k++) {
+        slot_of(f, i)[k] = (add ? slot_of(f, i)[k] : 0.0f) + f->other[i][k];
+    }
     return SS_OK;
 }
 static ss_code fold_piece(void *ctx, int32_t i, int64_t begin, int64_t n, void *dst, ss_error *err)
@@ -332,8 +339,8 @@ static void *run_rank(void *argument)
     }
     ss_engine_config config = {.size = sizeof config, .n_params = PARAMS, .specs = specs, .names = names,
                                .bucket_bytes = 1200, .sharded = 1, .accumulate = 1};
-    ss_framework calls = {&f, kind_of, wants_place, bind_grad, unbind_grad, fold, fold_piece,
-                          add_beside, fold_beside, drop_beside, written};
+    ss_framework calls = {&f,   kind_of,    wants_place, bind_grad,   unbind_grad, casts,
+                          fold, fold_piece, add_beside,  fold_beside, drop_beside, written};
     MUST(ss_engine_create(&config, transport, ss_kernels_get(NULL), &calls, NULL, &f.engine, &err));
     MUST(ss_engine_place(f.engine, all, PARAMS, &err));
     MUST(ss_engine_set_divide_factor(f.engine, 1.0, &err));
