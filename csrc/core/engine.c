@@ -304,6 +304,7 @@ ss_slot ss_engine_slot(ss_engine *e, int32_t i)
     return slot;
 }
 
+const ss_param_spec *ss_engine_spec(const ss_engine *e, int32_t i) { return &e->specs[i]; }
 const ss_layout *ss_engine_layout(const ss_engine *e) { return &e->layout; }
 int ss_engine_rank(const ss_engine *e) { return e->rank; }
 int ss_engine_world(const ss_engine *e) { return e->world; }

@@ -85,6 +85,7 @@ typedef struct {
     ss_region *master_region;
 } ss_slot;
 ss_slot ss_engine_slot(ss_engine *engine, int32_t param);
+const ss_param_spec *ss_engine_spec(const ss_engine *engine, int32_t param);
 const ss_layout *ss_engine_layout(const ss_engine *engine);
 int ss_engine_rank(const ss_engine *engine);
 int ss_engine_world(const ss_engine *engine);
@@ -166,7 +167,7 @@ typedef struct {
     ss_rule rule;
     const int32_t *group;     /* [n_params] index into options, -1: not this optimizer's */
     const ss_options *options;
-    float *steps;             /* [n_params] updates made so far */
+    float *steps;             /* [n_params] updates made so far; SGD: those with momentum */
     float *const *state[3];   /* [slot][n_buckets] this rank's segment of exp_avg, exp_avg_sq, max_exp_avg_sq or of the
                                  momentum buffer; NULL where a bucket needs none */
 } ss_update;

@@ -79,7 +79,7 @@ ss_code ss_engine_update(ss_engine *e, const ss_update *u, ss_error *err)
                 continue;
             }
             touched = true;
-            u->steps[i] += 1.0f;
+            u->steps[i] += u->rule == SS_RULE_ADAM || u->options[u->group[i]].momentum != 0.0;
             if (p->piece.numel == 0) {
                 continue;
             }

@@ -185,53 +185,75 @@ static PyObject *engine_close_down(EngineObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* A flat tensor of n elements, or None where there is no memory. */
-static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
+PyDoc_STRVAR(place_doc,
+             "place(indices, guard)\n\n"
+             "Collective. Moves parameters (int32 buffer, in order) into new buckets and hooks their gradients. `.grad` will be\n"
+             "guard(tensor over the gradient slot, i), or that tensor itself when guard is None.");
+
+static PyObject *engine_place(EngineObject *self, PyObject *args)
 {
-    int64_t stride = 1;
-    if (data == NULL) {
-        return Py_NewRef(Py_None);
+    Py_buffer params;
+    PyObject *guard, *result = NULL;
+    ss_error err = {0};
+    ss_code code;
+    if (!PyArg_ParseTuple(args, "y*O", &params, &guard)) {
+        return NULL;
     }
-    return ss_shim_tensor(data, dtype, &n, &stride, 1, region);
+    const int32_t *index = params.buf;
+    int32_t n = (int32_t)(params.len / (Py_ssize_t)sizeof *index);
+    if (check_open(self) < 0 || check_indices(self, &params) < 0) {
+        goto done;
+    }
+    WITHOUT_GIL(code, ss_engine_place(self->engine, index, n, &err));
+    if (code != SS_OK) {
+        ss_raise_error(&err);
+        goto done;
+    }
+    for (int32_t k = 0; k < n; k++) {
+        ss_slot slot = ss_engine_slot(self->engine, index[k]);
+        const ss_param_spec *spec = ss_engine_spec(self->engine, index[k]);
+        if (ss_shim_settle(self->shim, index[k], &slot, spec, guard != Py_None ? guard : NULL) < 0) {
+            goto done;
+        }
+    }
+    result = Py_NewRef(Py_None);
+done:
+    PyBuffer_Release(&params);
+    return result;
 }
 
-PyDoc_STRVAR(slot_doc,
-             "slot(i, like) -> dict or None\n\n"
-             "Tensors over parameter i's memory, with the sizes and strides of `like`: `grad`, and `param` (None in replicated\n"
-             "mode). What this rank owns of it: `begin` and `numel` within the parameter, `in_segment` within its segment of\n"
-             "`segment` elements of `bucket`. None when the parameter is not in the layout.");
+PyDoc_STRVAR(piece_doc,
+             "piece(i) -> (bucket, begin, in_segment, numel) or None\n\n"
+             "What this rank owns of parameter i: `numel` elements from element `begin` of the parameter (in its order of\n"
+             "memory) and from element `in_segment` of this rank's segment of the bucket. None when it is in no bucket.");
 
-static PyObject *engine_slot(EngineObject *self, PyObject *args)
+static PyObject *engine_piece(EngineObject *self, PyObject *index)
 {
-    PyObject *index, *like;
     int32_t i;
-    if (!PyArg_ParseTuple(args, "OO", &index, &like) || parse_param(self, index, &i) < 0) {
+    if (parse_param(self, index, &i) < 0) {
         return NULL;
     }
     ss_slot slot = ss_engine_slot(self->engine, i);
     if (slot.bucket < 0) {
         Py_RETURN_NONE;
     }
-    const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
-    PyObject *grad = ss_shim_tensor_like(slot.grad, shape->grad_dtype, like, slot.region);
-    PyObject *param = slot.param != NULL ? ss_shim_tensor_like(slot.param, shape->param_dtype, like, slot.region)
-                                         : Py_NewRef(Py_None);
-    if (grad == NULL || param == NULL) {
-        Py_XDECREF(grad);
-        Py_XDECREF(param);
-        return NULL;
-    }
-    return Py_BuildValue("{s:N,s:N,s:L,s:L,s:L,s:L,s:i}", "grad", grad, "param", param, "begin",
-                         (long long)slot.piece.in_param, "numel", (long long)slot.piece.numel, "in_segment",
-                         (long long)slot.piece.in_segment, "segment", (long long)shape->segment, "bucket", slot.bucket);
+    return Py_BuildValue("iLLL", slot.bucket, (long long)slot.piece.in_param, (long long)slot.piece.in_segment,
+                         (long long)slot.piece.numel);
 }
 
-PyDoc_STRVAR(pieces_doc,
-             "pieces(i) -> dict or None\n\n"
-             "Flat tensors over what this rank owns of parameter i: `piece_grad`, `piece_param`, and `piece_master`, which is\n"
-             "`piece_param` itself for FP32 parameters and None for FP64 ones.");
+/* A flat tensor of n elements, or None where there is no memory. */
+static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
+{
+    return data != NULL ? ss_shim_flat(data, dtype, n, region) : Py_NewRef(Py_None);
+}
 
-static PyObject *engine_pieces(EngineObject *self, PyObject *index)
+PyDoc_STRVAR(slot_doc,
+             "slot(i) -> dict or None\n\n"
+             "What piece(i) says, by name, with the bucket's `segment` elements per rank, and tensors: `grad` over the whole\n"
+             "gradient, and over this rank's piece, flat: `piece_grad`, `piece_param` (None in replicated mode) and\n"
+             "`piece_master`, which is `piece_param` itself for FP32 parameters and None for FP64 ones.");
+
+static PyObject *engine_slot(EngineObject *self, PyObject *index)
 {
     int32_t i;
     if (parse_param(self, index, &i) < 0) {
@@ -242,29 +264,23 @@ static PyObject *engine_pieces(EngineObject *self, PyObject *index)
         Py_RETURN_NONE;
     }
     const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
-    PyObject *grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
-    PyObject *param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
-    PyObject *master = slot.piece_master == NULL || slot.master_region != NULL
-                           ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
-                           : Py_XNewRef(param);
-    if (grad == NULL || param == NULL || master == NULL) {
+    PyObject *grad = ss_shim_grad(self->shim, i);
+    PyObject *piece_grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_master = slot.piece_master == NULL || slot.master_region != NULL
+                                 ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
+                                 : Py_XNewRef(piece_param);
+    if (grad == NULL || piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
         Py_XDECREF(grad);
-        Py_XDECREF(param);
-        Py_XDECREF(master);
+        Py_XDECREF(piece_grad);
+        Py_XDECREF(piece_param);
+        Py_XDECREF(piece_master);
         return NULL;
     }
-    return Py_BuildValue("{s:N,s:N,s:N}", "piece_grad", grad, "piece_param", param, "piece_master", master);
-}
-
-static PyObject *engine_attach(EngineObject *self, PyObject *args)
-{
-    PyObject *index, *bound, *slot;
-    int32_t i;
-    if (!PyArg_ParseTuple(args, "OOO", &index, &bound, &slot) || parse_param(self, index, &i) < 0 ||
-        ss_shim_attach(self->shim, i, bound, slot) < 0) {
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return Py_BuildValue("{s:i,s:L,s:L,s:L,s:L,s:N,s:N,s:N,s:N}", "bucket", slot.bucket, "begin",
+                         (long long)slot.piece.in_param, "in_segment", (long long)slot.piece.in_segment, "numel",
+                         (long long)slot.piece.numel, "segment", (long long)shape->segment, "grad", grad, "piece_grad",
+                         piece_grad, "piece_param", piece_param, "piece_master", piece_master);
 }
 
 static PyObject *engine_watch(EngineObject *self, PyObject *tensor)
@@ -494,11 +510,6 @@ static PyObject *call_with_indices(EngineObject *self, PyObject *args, indices_c
     return result;
 }
 
-static PyObject *engine_place(EngineObject *self, PyObject *args)
-{
-    return call_with_indices(self, args, ss_engine_place);
-}
-
 static PyObject *engine_drop(EngineObject *self, PyObject *args)
 {
     return call_with_indices(self, args, ss_engine_drop);
@@ -680,10 +691,9 @@ static PyObject *engine_buckets(EngineObject *self, PyObject *unused)
 
 static PyMethodDef methods[] = {
     {"close_down", (PyCFunction)engine_close_down, METH_NOARGS, "Removes hooks and frees the transport."},
-    {"place", (PyCFunction)engine_place, METH_VARARGS, "place(indices): collective; puts parameters into new buckets."},
-    {"slot", (PyCFunction)engine_slot, METH_VARARGS, slot_doc},
-    {"pieces", (PyCFunction)engine_pieces, METH_O, pieces_doc},
-    {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(i, bound, slot): hooks parameter i."},
+    {"place", (PyCFunction)engine_place, METH_VARARGS, place_doc},
+    {"piece", (PyCFunction)engine_piece, METH_O, piece_doc},
+    {"slot", (PyCFunction)engine_slot, METH_O, slot_doc},
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
     {"hide_low_gradients", (PyCFunction)engine_hide_low_gradients, METH_O,
      "hide_low_gradients(hide): .grad is None where its dtype is not the parameter's, until shown or needed."},

@@ -339,17 +339,80 @@ at::ScalarType scalar_type(ss_dtype dtype)
     return at::kFloat;
 }
 
-PyObject* over_memory(void* data, ss_dtype dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
+at::Tensor over_memory(void* data, ss_dtype dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
 {
-    try {
-        ss_region_retain(region);
-        at::Tensor t = at::from_blob(data, sizes, strides, [region](void*) { ss_region_release(region); },
-                                     at::TensorOptions().dtype(scalar_type(dtype)));
-        return THPVariable_Wrap(t);
-    } catch (const std::exception& e) {
-        PyErr_SetString(PyExc_RuntimeError, e.what());
-        return nullptr;
+    ss_region_retain(region);
+    return at::from_blob(data, sizes, strides, [region](void*) { ss_region_release(region); },
+                         at::TensorOptions().dtype(scalar_type(dtype)));
+}
+
+// The elements of `values` in the order of memory of a dense tensor with these strides, flat.
+at::Tensor in_memory_order(const at::Tensor& values, at::IntArrayRef strides)
+{
+    at::Tensor dense = values;
+    if (values.strides() != strides) {
+        dense = at::empty_strided(values.sizes(), strides, values.options()).copy_(values);
     }
+    return dense.as_strided({dense.numel()}, {1});
+}
+
+// Copies the parameter's values into its bucket and points it there.
+void move_values(at::Tensor& variable, at::IntArrayRef strides, const ss_slot& slot, const ss_param_spec& spec)
+{
+    at::Tensor values = variable.detach();
+    if (slot.master_region != nullptr && slot.piece.numel > 0) {
+        at::Tensor master = over_memory(slot.piece_master, SS_F32, {slot.piece.numel}, {1}, slot.master_region);
+        master.copy_(in_memory_order(values, strides).narrow(0, slot.piece.in_param, slot.piece.numel));
+    }
+    at::Tensor param = over_memory(slot.param, spec.param_dtype, values.sizes(), strides, slot.region);
+    if (same_memory_order(values, param) && values.scalar_type() == param.scalar_type()) {
+        std::memcpy(slot.param, values.const_data_ptr(), values.nbytes());
+    } else {
+        param.copy_(values);
+    }
+    variable.set_data(param);
+}
+
+// Lets `.grad` be of the dtype of the gradient bucket.
+void allow_any_grad_dtype(const at::Tensor& variable)
+{
+    PyObject* self = THPVariable_Wrap(variable);
+    int failed = self == nullptr || PyObject_SetAttrString(self, "grad_dtype", Py_None) < 0;
+    Py_XDECREF(self);
+    if (failed) {
+        throw python_error();
+    }
+}
+
+at::Tensor call_guard(PyObject* guard, const at::Tensor& slot, int32_t i)
+{
+    PyObject* plain = THPVariable_Wrap(slot);
+    PyObject* bound = plain != nullptr ? PyObject_CallFunction(guard, "Ni", plain, i) : nullptr;
+    if (bound == nullptr || !THPVariable_Check(bound)) {
+        Py_XDECREF(bound);
+        throw python_error();
+    }
+    at::Tensor result = THPVariable_Unpack(bound);
+    Py_DECREF(bound);
+    return result;
+}
+
+// Our hooks on the parameter's AccumulateGrad node.
+void hook(ss_shim* shim, int32_t i)
+{
+    Param& p = shim->params[i];
+    // A node exists only for tensors that require grad; one frozen on this rank may be unfrozen on another.
+    bool frozen = !p.variable.requires_grad();
+    if (frozen) {
+        p.variable.set_requires_grad(true);
+    }
+    p.node = ag::impl::grad_accumulator(p.variable);
+    if (frozen) {
+        p.variable.set_requires_grad(false);
+    }
+    TORCH_CHECK(p.node, "the parameter is not a leaf of autograd's graph");
+    p.node->add_pre_hook(std::make_unique<Before>(shim->link, i));
+    p.post_hook = p.node->add_post_hook(std::make_unique<After>(shim->link, i));
 }
 
 }  // namespace
@@ -422,35 +485,35 @@ int ss_shim_interrupted(void*)
     return stop;
 }
 
-int ss_shim_attach(ss_shim* shim, int32_t i, PyObject* bound, PyObject* slot)
+int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param_spec* spec, PyObject* guard)
 {
     Param& p = shim->params[i];
     try {
-        p.bound = THPVariable_Unpack(bound);
-        p.slot = THPVariable_Unpack(slot);
-        p.data = p.variable.numel() > 0 ? p.variable.data_ptr() : nullptr;
+        at::NoGradGuard no_grad;
+        at::Tensor dense = p.variable.is_non_overlapping_and_dense() ? p.variable.detach()
+                                                                     : at::empty(p.variable.sizes(), p.variable.options());
+        if (slot->param != nullptr) {
+            move_values(p.variable, dense.strides(), *slot, *spec);
+        }
+        p.slot = over_memory(slot->grad, spec->grad_dtype, dense.sizes(), dense.strides(), slot->region);
+        if (p.slot.scalar_type() != p.variable.scalar_type()) {
+            allow_any_grad_dtype(p.variable);
+        }
+        p.bound = guard != nullptr ? call_guard(guard, p.slot, i) : p.slot;
+        p.data = p.variable.numel() > 0 ? p.variable.const_data_ptr() : nullptr;
         p.dtype = p.variable.scalar_type();
-        // A node exists only for tensors that require grad; one frozen on this rank may be unfrozen on another.
-        bool frozen = !p.variable.requires_grad();
-        if (frozen) {
-            p.variable.set_requires_grad(true);
-        }
-        p.node = ag::impl::grad_accumulator(p.variable);
-        if (frozen) {
-            p.variable.set_requires_grad(false);
-        }
-        if (!p.node) {
-            PyErr_SetString(PyExc_RuntimeError, "the parameter is not a leaf of autograd's graph");
-            return -1;
-        }
-        p.node->add_pre_hook(std::make_unique<Before>(shim->link, i));
-        p.post_hook = p.node->add_post_hook(std::make_unique<After>(shim->link, i));
+        hook(shim, i);
         return 0;
+    } catch (python_error& e) {
+        e.restore();
+        return -1;
     } catch (const std::exception& e) {
         PyErr_SetString(PyExc_RuntimeError, e.what());
         return -1;
     }
 }
+
+PyObject* ss_shim_grad(ss_shim* shim, int32_t i) { return THPVariable_Wrap(shim->params[i].slot); }
 
 int ss_shim_watch(ss_shim* shim, PyObject* tensor)
 {
@@ -502,16 +565,14 @@ int32_t ss_shim_moved(ss_shim* shim, int in_bucket)
     return -1;
 }
 
-PyObject* ss_shim_tensor(void* data, ss_dtype dtype, const int64_t* sizes, const int64_t* strides, int n_dim,
-                         ss_region* region)
+PyObject* ss_shim_flat(void* data, ss_dtype dtype, int64_t n, ss_region* region)
 {
-    return over_memory(data, dtype, at::IntArrayRef(sizes, n_dim), at::IntArrayRef(strides, n_dim), region);
-}
-
-PyObject* ss_shim_tensor_like(void* data, ss_dtype dtype, PyObject* like, ss_region* region)
-{
-    const at::Tensor& t = THPVariable_Unpack(like);
-    return over_memory(data, dtype, t.sizes(), t.strides(), region);
+    try {
+        return THPVariable_Wrap(over_memory(data, dtype, {n}, {1}, region));
+    } catch (const std::exception& e) {
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }
 }
 
 }  // extern "C"

@@ -36,10 +36,15 @@ void ss_shim_set_engine(ss_shim *shim, ss_engine *engine);
 void ss_shim_set_synchronise(ss_shim *shim, PyObject *synchronise);
 
 /*
- * From now on `.grad` of the parameter is bound to `bound` (a plain tensor or a guard over the same memory as `slot`), and
- * its gradients are reported. -1 with a Python exception on failure.
+ * Moves the parameter into its bucket: its values are copied there (in replicated mode they stay where they are), the FP32
+ * master of this rank's piece is taken from them before a cast, and its gradients are reported from now on. Its `.grad` is
+ * bound to the tensor over its gradient slot, or to guard(that tensor, param) when `guard` is given. -1 with a Python
+ * exception on failure.
  */
-int ss_shim_attach(ss_shim *shim, int32_t param, PyObject *bound, PyObject *slot);
+int ss_shim_settle(ss_shim *shim, int32_t param, const ss_slot *slot, const ss_param_spec *spec, PyObject *guard);
+
+/* The tensor over the parameter's gradient slot, plain; a new reference. */
+PyObject *ss_shim_grad(ss_shim *shim, int32_t param);
 
 /* Queues the end-of-backward report with every backward that reaches this tensor. */
 int ss_shim_watch(ss_shim *shim, PyObject *tensor);
@@ -54,12 +59,8 @@ void ss_shim_hide_low_gradients(ss_shim *shim, int hide);
    buckets (`in_bucket`) are held to their memory. */
 int32_t ss_shim_moved(ss_shim *shim, int in_bucket);
 
-/* A new tensor over `data` with the given sizes and strides (elements), holding a reference to the region. */
-PyObject *ss_shim_tensor(void *data, ss_dtype dtype, const int64_t *sizes, const int64_t *strides, int n_dim,
-                         ss_region *region);
-
-/* The same sizes and strides as `like`. */
-PyObject *ss_shim_tensor_like(void *data, ss_dtype dtype, PyObject *like, ss_region *region);
+/* A new flat tensor over `n` elements at `data`, holding a reference to the region. */
+PyObject *ss_shim_flat(void *data, ss_dtype dtype, int64_t n, ss_region *region);
 
 #ifdef __cplusplus
 }

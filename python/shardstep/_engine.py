@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardstep import _C, _dynamo
 from shardstep._buffers import CHUNK, Buffers
@@ -33,8 +32,8 @@ DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 DEFAULT_BUCKET_MB = 25.0
 ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
-#: Which engine a parameter belongs to: a parameter can be in one wrap only, and optimizers are checked against it.
-OWNERS: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+#: All engines: a parameter can be in one wrap only, and optimizers are checked against it.
+ENGINES: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -49,33 +48,50 @@ def collector_paused() -> "Iterator[None]":
             gc.enable()
 
 
-def owner_of(parameter: torch.Tensor) -> "Engine | None":
-    reference = OWNERS.get(parameter)
-    engine = reference() if reference is not None else None
-    return engine if engine is not None and not engine.closed else None
+def engines() -> "list[Engine]":
+    """All that are in use. Each keeps its parameters alive, so that ``id(parameter) in engine.index`` tells whose it is."""
+    return [engine for engine in ENGINES if not engine.closed]
 
 
 def indices(values: Iterable[int]) -> array.array:
     return array.array("i", values)
 
 
-class Slot(dict):
-    """Where a parameter lives, and what of it is this rank's: what ``_C.Engine.slot`` says. The flat tensors over this rank's
-    piece (``piece_grad``, ``piece_param``, ``piece_master``) are made when they are first asked for."""
+class Slots:
+    """By parameter: where it lives, and what of it is this rank's, as ``_C.Engine.slot`` says; None for one that is in no
+    bucket, as frozen ones are. Made when first asked for: most never are."""
 
-    def __init__(self, core: _C.Engine, i: int, like: torch.Tensor):
-        super().__init__(core.slot(i, like))
-        self._where = core, i
+    def __init__(self, core: _C.Engine, count: int):
+        self._core: _C.Engine | None = core
+        self._made: list[dict[str, Any] | None] = [None] * count
 
-    def __missing__(self, key: str) -> Any:
-        core, i = self._where
-        self.update(core.pieces(i))
-        return self[key]
+    def __getitem__(self, i: int) -> "dict[str, Any] | None":
+        made = self._made[i]
+        if made is None and self._core is not None:
+            made = self._made[i] = self._core.slot(i)
+        return made
+
+    def __iter__(self) -> "Iterator[dict[str, Any] | None]":
+        return (self[i] for i in range(len(self._made)))
+
+    def piece(self, i: int) -> "tuple[int, int, int, int] | None":
+        """(bucket, begin, in_segment, numel), or None."""
+        slot = self._made[i]
+        if slot is None:
+            return self._core.piece(i) if self._core is not None else None
+        return slot["bucket"], slot["begin"], slot["in_segment"], slot["numel"]
+
+    def outlive(self) -> None:
+        """Makes them all: the extension's engine is about to end."""
+        for _ in self:
+            pass
+        self._core = None
 
 
 class Engine:
     """See the module's docstring. All arguments are those of :func:`shardstep.wrap`."""
 
+    @collector_paused()
     def __init__(
         self,
         module: nn.Module,
@@ -99,7 +115,6 @@ class Engine:
         self.closed = True
         self.pid = os.getpid()
         self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
-        self.stepping = False  # inside ShardedOptimizer.step
         self.masters_loaded = False  # by an optimizer's load_state_dict, since the last step
         self.sharded = sharded
         self.debug = debug
@@ -151,8 +166,7 @@ class Engine:
         self._release_group.atexit = False
         self.closed = False
         self.n_buckets = 0
-        self.slots: list[dict[str, Any] | None] = [None] * len(self.params)
-        self.guards: list[torch.Tensor | None] = [None] * len(self.params)
+        self.slots = Slots(self.core, len(self.params))
         self._unplaced = list(range(len(self.params)))
         self.joining: dict[int, Any] = {}  # parameters unfrozen since, not placed yet: handles of the hooks that guard them
         self._unchecked = True
@@ -160,13 +174,10 @@ class Engine:
         self._optimizers: list[weakref.ref] = []
         self._last_totals: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
-        reference = weakref.ref(self)
-        for parameter in self.params:
-            OWNERS[parameter] = reference
+        ENGINES.add(self)
         self._place([i for i, p in enumerate(self.params) if p.requires_grad])
-        for i, parameter in enumerate(self.params):
-            if self.slots[i] is None:
-                parameter.data = parameter.data.to(self._stored_dtype(parameter))
+        for i in self._unplaced:
+            self.params[i].data = self.params[i].data.to(self._stored_dtype(self.params[i]))
         #: Has it parameters whose gradients are of another dtype?
         self.low = any(parameter.dtype in LOW for parameter in self.params)
         if any(parameter.dtype == torch.float64 for parameter in self.params):
@@ -190,7 +201,7 @@ class Engine:
         self.ignored = {id(p) for p in ignored}
         self.names: list[str] = []
         self.params: list[nn.Parameter] = []
-        meta = []
+        meta, others = [], engines()
         for name, parameter in module.named_parameters():
             if id(parameter) in self.ignored or parameter.dtype not in DTYPES:
                 if parameter.requires_grad and id(parameter) not in self.ignored:
@@ -199,11 +210,11 @@ class Engine:
                         f"supported are {', '.join(str(d) for d in DTYPES)}"
                     )
                 continue
-            if parameter.device.type == "meta":
+            if parameter.is_meta:
                 meta.append(name)
                 continue
             _check_parameter(name, parameter)
-            if owner_of(parameter) is not None:
+            if others and any(id(parameter) in engine.index for engine in others):
                 raise UsageError(
                     f"parameter {name!r} belongs to a model that is wrapped already; wrap a model once, and submodules "
                     "that two models share only with one of them (pass them in ignored_params for the other)"
@@ -250,16 +261,16 @@ class Engine:
 
     def _describe(self, bucket_mb: float) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
-            (name, f"shape {tuple(p.shape)}, {p.dtype}, strides {p.stride()}, requires_grad={p.requires_grad}")
+            (name, ("shape", tuple(p.shape), p.dtype, "strides", p.stride(), "requires_grad", p.requires_grad))
             for name, p in zip(self.names, self.params)
         ]
         if self._init_buffers:
-            items += [(name, f"buffer of shape {tuple(b.shape)}, {b.dtype}") for name, b in self.buffers.named()]
+            items += [(name, ("buffer of shape", tuple(b.shape), b.dtype)) for name, b in self.buffers.named()]
         settings = (self.sharded, str(self.precision), bucket_mb, self.settings["accumulate"], self.settings["transport"],
                     self.buffers.follow, self._bucket_caps)
         items.append(("(sharded, precision, bucket_cap_mb, accumulate, transport, broadcast_buffers, bucket_cap_mb_list)",
-                      settings))
-        items.append(("torch and shardstep versions", (torch.__version__, _C.torch_version)))
+                      str(settings)))
+        items.append(("torch and shardstep versions", f"{torch.__version__}, {_C.torch_version}"))
         return items
 
     def _stored_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -271,32 +282,15 @@ class Engine:
         """Moves parameters into the flat buckets and hooks their gradients. Collective."""
         if not wanted:
             return
-        for part in self._by_bucket(wanted) if self._bucket_caps else [wanted]:
-            self.core.place(indices(part))
-        self.n_buckets = len(self.core.buckets())
         reference = weakref.ref(self)
-        with torch.no_grad(), collector_paused():
-            for i in wanted:
-                parameter = self.params[i]
-                like = parameter.detach()
-                if not _is_dense(like):
-                    like = torch.empty(like.shape, dtype=like.dtype)
-                slot = self.slots[i] = Slot(self.core, i, like)
-                param, grad = slot["param"], slot["grad"]
-                if param is not None:
-                    if param.dtype in LOW:
-                        flat = _in_memory_order(parameter.detach(), like)
-                        slot["piece_master"].copy_(flat[slot["begin"] : slot["begin"] + slot["numel"]])
-                    param.copy_(parameter.detach())
-                    parameter.data = param
-                if grad.dtype != parameter.dtype:
-                    parameter.grad_dtype = None
-                bound = ShardedGradient.over(grad, reference, i) if self.sharded else grad
-                self.guards[i] = bound
-                self.core.attach(i, bound, grad)
-                if i in self.joining:
-                    self.joining.pop(i).remove()
-        self._unplaced = [i for i, slot in enumerate(self.slots) if slot is None]
+        guard = (lambda slot, i: ShardedGradient.over(slot, reference, i)) if self.sharded else None
+        for part in self._by_bucket(wanted) if self._bucket_caps else [wanted]:
+            self.core.place(indices(part), guard)
+        self.n_buckets = len(self.core.buckets())
+        for i in wanted:
+            if i in self.joining:
+                self.joining.pop(i).remove()
+        self._unplaced = [i for i in self._unplaced if not self.placed(i)]
 
     def _by_bucket(self, wanted: "list[int]") -> "list[list[int]]":
         """``bucket_cap_mb_list``: bucket k of each dtype takes gradients of up to the k-th size, later ones of the last."""
@@ -316,9 +310,10 @@ class Engine:
 
     def _broadcast_parameters(self, module: nn.Module) -> None:
         """Rank 0's parameters become everyone's, in coalesced chunks, as torch DDP does at construction. Collective."""
-        tensors = [p.detach() for p in module.parameters() if id(p) not in self.ignored and p.numel() > 0]
+        tensors = [p for p in module.parameters() if id(p) not in self.ignored and p.numel() > 0]
         if tensors and self.group.world > 1:
-            dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, 0)
+            with torch.no_grad():
+                dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, 0)
 
     def check(self) -> None:
         """Raises when a parameter was replaced, cast or moved since it was wrapped."""
@@ -335,7 +330,7 @@ class Engine:
     def check_apply(self, function: Any) -> None:
         """Raises when ``module._apply(function)``, as ``.to()`` and ``.double()`` call it, would cast or move parameters."""
         for i, parameter in enumerate(self.params):
-            if self.slots[i] is None:
+            if not self.placed(i):
                 continue
             probe = parameter.detach().flatten()[:0].clone()
             after = function(probe)
@@ -345,6 +340,10 @@ class Engine:
                     f"{after.dtype} on {after.device}; do that before wrapping (or pass param_dtype to wrap)"
                 )
             return
+
+    def placed(self, i: int) -> bool:
+        """Is parameter i in a bucket? Not so while it is frozen."""
+        return self.slots.piece(i) is not None
 
     def cut(self, i: int) -> Cut:
         """What this rank owns of parameter i, which is in the layout."""
@@ -357,7 +356,7 @@ class Engine:
         """The model's state was loaded: masters become the loaded weights. Masters that an optimizer has loaded since the last
         step belong to the same state, and say more; only where the weights are others do they change."""
         if self.masters_loaded:
-            self.core.adopt(indices(i for i, slot in enumerate(self.slots) if slot is not None))
+            self.core.adopt(indices(i for i in range(len(self.params)) if self.placed(i)))
         else:
             self.core.reset_masters()
 
@@ -471,7 +470,7 @@ class Engine:
         i = self.index_of(parameter)
         if not self.sharded:
             return parameter.grad
-        if self.slots[i] is None and not parameter.requires_grad:
+        if not self.placed(i) and not parameter.requires_grad:
             return None
         return self.close(AT_READ, WANT_FULL, 2.0, i)
 
@@ -518,10 +517,10 @@ class Engine:
         if self.closed:
             return
         self.closed = True
+        if self.optimizers():  # whose state stays readable
+            self.slots.outlive()
         self.core.close_down()
         self._release_group()
-        for parameter in self.params:
-            OWNERS.pop(parameter, None)
         for hook in self.joining.values():
             hook.remove()
         self.joining.clear()
@@ -544,35 +543,14 @@ def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Do its elements fill a range of memory without gaps or overlaps, in some order of its dimensions?"""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _flat_view(dense: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
-
-
-def _in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` in the memory order of ``like``, as a flat tensor; a view where possible."""
-    if tensor.numel() == 0:
-        return tensor.reshape(-1)
-    if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded")
-    if parameter.device.type != "cpu":
+    if not parameter.is_cpu:
         raise UsageError(f"parameter {name!r} is on {parameter.device}; this release trains on CPU only")
     if not parameter.is_leaf:
         raise UsageError(f"parameter {name!r} is not a leaf of autograd's graph")
@@ -594,12 +572,15 @@ def refuse_fused_in_backward(name: str, parameter: torch.Tensor) -> None:
 def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
     spans = []
     for name, p in zip(names, params):
-        if p.numel() == 0:
-            continue
-        extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride()))
-        if extent < p.numel():
-            raise UsageError(f"the elements of parameter {name!r} overlap in memory (an expanded tensor); clone it first")
-        spans.append((p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+        size = p.nbytes
+        if not p.is_contiguous():
+            extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride()))
+            if extent < p.numel():
+                raise UsageError(f"the elements of parameter {name!r} overlap in memory (an expanded tensor); clone it first")
+            size = extent * p.element_size()
+        if size > 0:
+            begin = p.data_ptr()
+            spans.append((begin, begin + size, name))
     spans.sort()
     for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
         if begin < end:
@@ -609,4 +590,4 @@ def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
             )
 
 
-__all__ = ["Engine", "MismatchError", "owner_of"]
+__all__ = ["Engine", "MismatchError"]

@@ -204,7 +204,7 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _zero(func: Callable, args: tuple, kwargs: dict) -> Any:
     engine, index = _engine_of(args[0]), args[0]._index
-    if engine.slots[index] is None:  # not in the layout yet: memory of its own
+    if not engine.placed(index):  # not in the layout yet: memory of its own
         with Plain():
             func(args[0])
     else:

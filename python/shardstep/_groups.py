@@ -93,7 +93,10 @@ class Group:
 
 
 def _describe(item: "tuple[str, Any] | None") -> str:
-    return "nothing in its place" if item is None else f"{item[0]!r}: {item[1]}"
+    if item is None:
+        return "nothing in its place"
+    name, value = item
+    return f"{name!r}: {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def seconds(timeout: "float | timedelta") -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardstep._dynamo import running
-from shardstep._engine import Engine
+from shardstep._engine import Engine, collector_paused
 from shardstep._errors import UsageError
 from shardstep._fsdp import FSDPMethods
 
@@ -154,6 +154,7 @@ def _wrapped_class(cls: type) -> type:
     return _CLASSES[cls]
 
 
+@collector_paused()
 def wrap(
     module: nn.Module,
     optimizer: "Optimizer | None" = None,

@@ -1,0 +1,261 @@
+"""How an update is made: ``SGD``, ``Adam`` and ``AdamW`` by fused kernels (``FusedRule``), every other elementwise optimizer by
+torch itself on flat pieces (``TorchRule``)."""
+
+import array
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardstep._engine import HELD, Engine, indices
+from shardstep._errors import UsageError
+from shardstep._flat_shard import FlatShard
+
+if TYPE_CHECKING:
+    from shardstep._optim import ShardedOptimizer
+
+#: torch.optim classes whose update of an element depends on that element alone.
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adam", "AdamW", "SGD")
+)
+ADAM, SGD = range(2)
+STATE_NAMES = (("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("momentum_buffer",))
+#: State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
+SCALAR_STATE = ("step", "mu_product", "eta", "mu")
+MASTER = "master_param"
+
+
+class FusedRule:
+    """The C kernels. State lives in one flat tensor per bucket and kind; ``optimizer.state`` shows views of it, made when
+    they are looked at."""
+
+    def __init__(self, owner: "ShardedOptimizer"):
+        self.owner = owner
+        self.engine = owner.engine
+        self.kind = SGD if type(owner.wrapped) is torch.optim.SGD else ADAM
+        #: Updates made so far; for SGD of those with momentum, so that 0 is a buffer that the next one will fill.
+        self.steps = torch.zeros(len(self.engine.params), dtype=torch.float32)
+        self.flat: dict[str, dict[int, torch.Tensor]] = {name: {} for name in STATE_NAMES[self.kind]}
+        self.groups = array.array("i", [-1]) * len(self.engine.params)
+        self._made: list[tuple[str, ...]] = []  # by group: the kinds of state that its members have
+        self._addresses: list[array.array] | None = None  # by kind, of each bucket's flat tensor; None: out of date
+        self._unset: set[int] = set()  # momentum buffers that `state` shows as None
+
+    def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
+        self.groups[i] = group_index
+        self._addresses = None
+        if self._names(self.owner.param_groups[group_index]) or warm:
+            self.owner.state.announce(self.engine.params[i])
+        if warm:
+            self.load(i, warm)
+
+    def _names(self, group: "dict[str, Any]") -> "tuple[str, ...]":
+        names = STATE_NAMES[self.kind]
+        if self.kind == SGD:
+            return names if group["momentum"] != 0 else ()
+        return names if group["amsgrad"] else names[:2]
+
+    def _flat(self, name: str, bucket: int) -> torch.Tensor:
+        flat = self.flat[name].get(bucket)
+        if flat is None:
+            segment = self.engine.core.buckets()[bucket]["segment"]
+            flat = self.flat[name][bucket] = torch.zeros(segment, dtype=torch.float32)
+            self._addresses = None
+        return flat
+
+    def _view(self, name: str, i: int) -> torch.Tensor:
+        bucket, _, in_segment, numel = self.engine.slots.piece(i)
+        return self._flat(name, bucket).narrow(0, in_segment, numel)
+
+    def entry(self, parameter: torch.Tensor) -> "dict[str, Any]":
+        """What ``optimizer.state`` shows of a parameter."""
+        i = self.engine.index[id(parameter)]
+        names = self._names(self.owner.param_groups[self.groups[i]])
+        if self.kind == ADAM:
+            return {"step": self.steps[i], **{name: self._view(name, i) for name in names}}
+        if self.steps[i] > 0:
+            return {"momentum_buffer": self._view("momentum_buffer", i)}
+        self._unset.add(i)
+        return dict.fromkeys(names)
+
+    def prepare(self) -> None:
+        """Makes the state that members which are new, and options switched on since (momentum, amsgrad), need."""
+        groups = self.owner.param_groups
+        wanted = [self._names(group) for group in groups]
+        if wanted == self._made and self._addresses is not None:
+            return
+        for bucket, shape in enumerate(self.engine.core.buckets()):
+            for index in {self.groups[i] for i in shape["members"]} - {-1}:
+                for name in wanted[index]:
+                    if bucket not in self.flat[name]:
+                        self.flat[name][bucket] = torch.zeros(shape["segment"], dtype=torch.float32)
+        for index, names in enumerate(self._made):
+            if names != wanted[index]:
+                for parameter in groups[index]["params"]:
+                    i = self.engine.index.get(id(parameter), -1)
+                    if i >= 0 and self.groups[i] == index:
+                        self.owner.state.announce(parameter)
+        self._made = wanted
+        buckets = range(self.engine.n_buckets)
+        self._addresses = [
+            array.array("q", [flat[b].data_ptr() if b in flat else 0 for b in buckets]) for flat in self.flat.values()
+        ]
+
+    def _options(self, group: "dict[str, Any]") -> tuple:
+        lr, decay, maximize = float(group["lr"]), float(group["weight_decay"]), group["maximize"]
+        if self.kind == SGD:
+            return (lr, 0, 0, 0, decay, float(group["momentum"]), float(group["dampening"]), False, False,
+                    group["nesterov"], maximize)
+        beta1, beta2 = map(float, group["betas"])
+        decoupled = type(self.owner.wrapped) is torch.optim.AdamW or group.get("decoupled_weight_decay", False)
+        return (lr, beta1, beta2, float(group["eps"]), decay, 0, 0, decoupled, group["amsgrad"], False, maximize)
+
+    def step(self) -> None:
+        self.prepare()
+        options = [self._options(group) for group in self.owner.param_groups]
+        self.engine.core.update(self.kind, self.groups, options, self.steps.data_ptr(), self._addresses)
+        for i in [i for i in self._unset if self.steps[i] > 0]:
+            self.owner.state.announce(self.engine.params[i])
+            self._unset.discard(i)
+
+    def load(self, i: int, saved: "dict[str, Any]") -> None:
+        parameter = self.engine.params[i]
+        bucket = self.engine.slots.piece(i)[0]
+        for name in STATE_NAMES[self.kind]:
+            value = saved.get(name)
+            if value is not None:
+                self._view(name, i).copy_(piece_of(value, i, self.engine))
+            elif bucket in self.flat[name]:
+                self._view(name, i).zero_()
+        if self.kind == ADAM:
+            self.steps[i] = float(saved.get("step", 0.0))
+        else:
+            self.steps[i] = 1.0 if saved.get("momentum_buffer") is not None else 0.0
+        if parameter in self.owner.state:
+            self.owner.state.announce(parameter)
+
+    def to_save(self, i: int) -> "dict[str, Any]":
+        """A momentum buffer that the first step will fill is there to be loaded into, as a loaded one."""
+        state = self.owner.state[self.engine.params[i]]
+        return {name: self._view(name, i) if value is None else value for name, value in state.items()}
+
+    def bytes(self) -> int:
+        return sum(t.nbytes for flat in self.flat.values() for t in flat.values())
+
+
+class TorchRule:
+    """The wrapped optimizer's own ``step`` on flat pieces of the FP32 masters. A piece may be empty: it is stepped like the
+    others, so that ranks have the same state under the same names."""
+
+    def __init__(self, owner: "ShardedOptimizer"):
+        self.owner = owner
+        self.engine = owner.engine
+        self.optimizer = owner.wrapped
+        self.optimizer.state.clear()
+        self.shards: dict[int, nn.Parameter] = {}
+
+    def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
+        slot = self.engine.slots[i]
+        self.shards[i] = nn.Parameter(slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"])
+        if warm:
+            self.load(i, warm)
+        else:
+            self._fill(i, self.owner.param_groups[group_index])
+
+    def _fill(self, i: int, group: "dict[str, Any]") -> None:
+        """Makes the state that torch makes in its first step, so that there is something to load into before it."""
+        if type(self.optimizer) not in ELEMENTWISE:
+            return
+        shard = self.shards[i]
+        shard.grad = shard.new_zeros(()).expand_as(shard)
+        lists = len(inspect.signature(self.optimizer._init_group).parameters) - 1
+        self.optimizer._init_group({**group, "params": [shard]}, *([] for _ in range(lists)))
+        shard.grad = None
+        if shard in self.optimizer.state:
+            self.owner.state.announce(self.engine.params[i])
+
+    def prepare(self) -> None:
+        """Nothing: state is made as members come."""
+
+    def entry(self, parameter: torch.Tensor) -> "dict[str, Any]":
+        return self.optimizer.state[self.shards[self.engine.index[id(parameter)]]]
+
+    def to_save(self, i: int) -> "dict[str, Any]":
+        return self.optimizer.state.get(self.shards[i], {})
+
+    def load(self, i: int, saved: "dict[str, Any]") -> None:
+        shard, parameter = self.shards[i], self.engine.params[i]
+
+        def piece(key: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if key in SCALAR_STATE or (value.dim() == 0 and parameter.dim() > 0):
+                return value.clone()
+            return piece_of(value, i, self.engine).to(shard.dtype if value.is_floating_point() else value.dtype, copy=True)
+
+        self.optimizer.state[shard] = {key: piece(key, value) for key, value in saved.items() if key != MASTER}
+        self.owner.state.announce(parameter)
+
+    def step(self) -> None:
+        core = self.engine.core
+        stepped = [i for i in self.shards if core.gradient(i) == HELD]
+        core.adopt(indices(stepped))
+        for i in stepped:
+            core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
+            self.shards[i].grad = self.engine.slots[i]["piece_grad"]
+        outer, mine = self.owner.param_groups, self.optimizer.param_groups
+        index = self.engine.index
+        inner = [
+            {**group, "params": [self.shards[i] for p in group["params"] if (i := index.get(id(p), -1)) in self.shards]}
+            for group in outer
+        ]
+        self.optimizer.param_groups = inner
+        try:
+            _unhooked_step(self.optimizer)
+        finally:
+            self.optimizer.param_groups = mine
+            for i in stepped:
+                self.shards[i].grad = None
+        for before, after in zip(outer, inner):
+            before.update({key: value for key, value in after.items() if key != "params"})
+        for i in stepped:
+            if self.shards[i] in self.optimizer.state and self.engine.params[i] not in self.owner.state:
+                self.owner.state.announce(self.engine.params[i])
+        core.publish(indices(stepped))
+
+    def bytes(self) -> int:
+        return sum(
+            value.nbytes
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+
+def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's own step without the hooks, its own and the global ones, that run round ours already."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
+    """This rank's piece, flat, of a state tensor of parameter i that is whole or that :class:`FlatShard` of it."""
+    cut = engine.cut(i)
+    if isinstance(value, FlatShard):
+        if value.cut != cut:
+            raise UsageError(
+                f"optimizer state of parameter {engine.names[i]!r} is {value!r}, cut for other ranks; this rank holds "
+                f"[{cut.begin}, {cut.begin + cut.numel}). Across world sizes save and load with shardstep.checkpoint or "
+                "torch.distributed.checkpoint"
+            )
+        return value.local
+    if value.shape != cut.shape:
+        raise UsageError(
+            f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
+            f"{tuple(cut.shape)}"
+        )
+    return cut.of(value)
