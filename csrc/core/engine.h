@@ -148,6 +148,14 @@ int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n
    want it first. */
 int ss_engine_norm(ss_engine *engine, double order, int32_t param, double *norm);
 
+/*
+ * The L2 norm of the gradients of all these parameters together. When it is above `max_norm` they are scaled (pending) by
+ * max_norm / (norm + 1e-6), as torch's clip_grad_norm_ does; also when it is NaN or infinite, unless `only_finite`. Returns 0,
+ * having done nothing, when the norms are not known: close and want them first.
+ */
+int ss_engine_clip(ss_engine *engine, const int32_t *params, int32_t count, double max_norm, int only_finite,
+                   double *norm);
+
 /* ---- Gradients after a close: what the guard does with them ---- */
 
 typedef enum {

@@ -421,6 +421,34 @@ static PyObject *engine_norm(EngineObject *self, PyObject *args)
     return PyFloat_FromDouble(norm);
 }
 
+PyDoc_STRVAR(clip_doc,
+             "clip(indices, max_norm, only_finite) -> float or None\n\n"
+             "The L2 norm of the gradients of these parameters (int32 buffer) together, before they are clipped to max_norm;\n"
+             "with only_finite not when it is not finite. None, and nothing is done, when it is not known: close and want norms\n"
+             "first.");
+
+static PyObject *engine_clip(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    double max_norm, norm = 0.0;
+    int only_finite, known = 0;
+    if (!PyArg_ParseTuple(args, "y*dp", &params, &max_norm, &only_finite)) {
+        return NULL;
+    }
+    int ok = check_open(self) == 0 && check_indices(self, &params) == 0;
+    if (ok) {
+        Py_BEGIN_ALLOW_THREADS
+        known = ss_engine_clip(self->engine, params.buf, (int32_t)(params.len / (Py_ssize_t)sizeof(int32_t)), max_norm,
+                               only_finite, &norm);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&params);
+    if (!ok) {
+        return NULL;
+    }
+    return known ? PyFloat_FromDouble(norm) : Py_NewRef(Py_None);
+}
+
 static PyObject *engine_gradient(EngineObject *self, PyObject *index)
 {
     int32_t i;
@@ -712,6 +740,7 @@ static PyMethodDef methods[] = {
     {"averaged", (PyCFunction)engine_averaged, METH_NOARGS, "The averages are in the slots: the round ends."},
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
     {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
+    {"clip", (PyCFunction)engine_clip, METH_VARARGS, clip_doc},
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
     {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},

@@ -171,6 +171,7 @@ class Engine:
         self._unchecked = True
         self._buffers_at = -1  # closes, when the buffers were last sent
         self._optimizers: list[weakref.ref] = []
+        self.skipped_steps = 0  # by skip_nonfinite
         self._last_totals: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
         ENGINES.add(self)
@@ -511,6 +512,7 @@ class Engine:
         return {
             "step": _with_wire(self._last_step),
             "total": _with_wire(totals),
+            "skipped_steps": self.skipped_steps,
             "memory": {**self.core.memory(), "optimizer": optimizer_bytes},
             "buckets": self.n_buckets,
             "transport": self.core.transport,
