@@ -163,16 +163,44 @@ def test_unfrozen_parameter_is_trained_synchronised_and_sharded(form, grouped_la
             assert a == pytest.approx(b, rel=1e-5)
 
 
-def two_models_body(rank, world, form):
-    la, lc = make(form, P(), lr=1.0), make(form, P(), lr=1.0)
-    for called, _, _ in (la, lc) if rank == 0 else (lc, la):
-        called(x(rank) * (10 if called is lc[0] else 1)).backward()
-    return [full(called, m.a)[0] for called, m, _ in (la, lc)]
+def two_models_body(rank, world, form, transport):
+    la, lc = (make(form, P(), lr=1.0, transport=transport) for _ in range(2))
+    seen = []
+    for _ in range(3):
+        for called, _, _ in (la, lc) if rank == 0 else (lc, la):
+            called(x(rank) * (10 if called is lc[0] else 1)).backward()
+        seen += [full(called, m.a)[0] for called, m, _ in (la, lc)]
+        for _, _, optimizer in (la, lc):
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
 
 
 @sharded_forms
-def test_two_models_are_not_mixed_when_their_backwards_run_in_another_order(form):
-    assert ranks.run(2, two_models_body, form) == [[1.5, 15.0]] * 2
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_two_models_are_not_mixed_when_their_backwards_run_in_another_order(form, transport):
+    assert ranks.run(2, two_models_body, form, transport) == [[1.5, 15.0] * 3] * 2
+
+
+def own_collectives_body(rank, world):
+    """One rank reads a norm, so its model communicates now; the other first makes a collective of its own on the group."""
+    called, m, optimizer = make("wrap", P(2), lr=1.0, transport="c10d")
+    called(x(rank)).backward()
+    mine = torch.full((4,), float(rank + 1))
+    if rank == 0:
+        torch.distributed.all_reduce(mine, async_op=True)
+        norm = m.a.grad.norm()
+    else:
+        torch.distributed.all_reduce(mine)
+        norm = None
+    optimizer.step()
+    torch.distributed.barrier()
+    return mine.tolist(), m.a.tolist(), norm is None or norm.item()
+
+
+def test_collectives_of_the_users_are_not_mixed_with_ours():
+    (a, p, norm), (b, q, _) = ranks.run(2, own_collectives_body)
+    assert a == b == [3.0] * 4 and p == q == [-0.5] * 2 and norm == pytest.approx(1.5 * 2**0.5)
 
 
 def gan_body(rank, world, form):
@@ -537,14 +565,13 @@ def padding_body(rank, world):
     o = torch.optim.AdamW(reference.parameters(), lr=0.1)
     engine = m._engine
     slots = [slot for slot in engine.slots if slot is not None]
-    grads = [engine.core.grad(i) for i, slot in enumerate(engine.slots) if slot is not None]
     total = slots[0]["segment"] * world
-    base = min(g.data_ptr() for g in grads)
+    base = min(slot["grad"].data_ptr() for slot in slots)
     memory = (ctypes.c_float * total).from_address(base)
     used = [False] * total
-    for g in grads:
-        begin = (g.data_ptr() - base) // 4
-        used[begin : begin + g.numel()] = [True] * g.numel()
+    for slot in slots:
+        begin = (slot["grad"].data_ptr() - base) // 4
+        used[begin : begin + slot["grad"].numel()] = [True] * slot["grad"].numel()
     assert used.count(False) > 100
 
     def poison():

@@ -746,6 +746,18 @@ def pss():
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
 
 
+def settled_pss():
+    """What was launched and dropped keeps its memory until Gloo has sent it."""
+    last = pss()
+    for _ in range(40):
+        time.sleep(0.03)
+        now = pss()
+        if abs(now - last) < 1e6:
+            break
+        last = now
+    return now
+
+
 def large(transport="shm", **options):
     """4 M parameters: 16 MB, whose return shows."""
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1024, bias=False))
@@ -810,7 +822,7 @@ def endings_body(rank, world, transport):
     report = []
     for ending in (unwrap_first, *ENDINGS):  # the first once more: what is allocated only once is not looked at
         gc.collect()
-        before = resources(), pss()
+        before = resources(), settled_pss()
         model, optimizer = large(transport)
         model(torch.ones(1, 1024)).sum().backward()
         optimizer.step()
@@ -822,8 +834,8 @@ def endings_body(rank, world, transport):
         gc.collect()
         freed, left = [ref() is None for ref in alive], resources()
         if ending is not group_destroyed_first:
-            dist.barrier()  # or Gloo may still be sending what was launched
-        report.append((ending.__name__, freed, before[0], left, before[1], during, pss()))
+            dist.barrier()
+        report.append((ending.__name__, freed, before[0], left, before[1], during, settled_pss()))
     return report[1:]
 
 

@@ -218,7 +218,7 @@ static void begin_round(ss_engine *e)
     }
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
-        p->sent = p->stale = p->carried = p->arrived = p->accumulating = false;
+        p->sent = p->stale = p->carried = p->arrived = false;
     }
     e->next_launch = 0;
 }
@@ -296,7 +296,7 @@ static ss_code settle_abort(ss_engine *e, ss_error *err)
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         if (e->layout.placements[i].bucket >= 0) {
             e->framework.unbind(e->framework.ctx, i);
-            SS_TRY(ss_window_drop(e, i, err));
+            ss_window_drop(e, i);
         }
     }
     e->norms_valid = e->unsettled = false;
@@ -385,6 +385,7 @@ ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, int *plac
 {
     pthread_mutex_lock(&e->lock);
     double begin = ss_now();
+    void *span = ss_span_begin(e, "shardstep::close", -1);
     ss_code code = SS_OK;
     *place_needed = 0;
     if (request->at == SS_AT_ABORT && e->aborted_by_peer) {
@@ -397,6 +398,7 @@ ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, int *plac
         } while (code == SS_OK && request->at == SS_AT_STEP && !*place_needed && !e->all_at_step);
         e->stepping = false;
     }
+    ss_span_end(e, span);
     e->stats.exposed_seconds += ss_now() - begin;
     pthread_mutex_unlock(&e->lock);
     return code;

@@ -69,6 +69,9 @@ static void on_reduced(void *ctx, int bucket, int64_t begin, int64_t end)
     ss_norms_range(ctx, bucket, begin, end);
 }
 
+static void *on_reduce_begin(void *ctx, int bucket) { return ss_span_begin(ctx, "shardstep::reduce", bucket); }
+static void on_reduce_end(void *ctx, void *span) { ss_span_end(ctx, span); }
+
 static int on_wait(void *ctx)
 {
     const ss_engine *e = ctx;
@@ -135,7 +138,7 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
         }
     }
     SS_TRY_GOTO(code, fit_buffers(e, err), failed);
-    transport->callbacks = (ss_transport_callbacks){on_reduced, on_wait, e};
+    transport->callbacks = (ss_transport_callbacks){on_reduced, on_wait, e, on_reduce_begin, on_reduce_end};
     *engine = e;
     return SS_OK;
 failed:
@@ -324,11 +327,8 @@ ss_gradient_state ss_engine_gradient(ss_engine *e, int32_t i)
     pthread_mutex_lock(&e->lock);
     uint8_t state = e->params[i].state;
     bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
-    bool unsettled = e->unsettled, accumulating = e->params[i].accumulating;
+    bool unsettled = e->unsettled;
     pthread_mutex_unlock(&e->lock);
-    if (accumulating) {
-        return SS_GRADIENT_LOCAL;
-    }
     if (state == SS_NONE && !joins) {
         return SS_GRADIENT_NONE;
     }
@@ -364,16 +364,18 @@ void ss_engine_edited(ss_engine *e, int32_t i)
 
 ss_code ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
 {
-    ss_code code = SS_OK;
+    (void)err; /* cannot fail */
     pthread_mutex_lock(&e->lock);
-    for (int32_t k = 0; k < count && code == SS_OK; k++) {
+    for (int32_t k = 0; k < count; k++) {
         if (e->layout.placements[params[k]].bucket >= 0) {
             e->framework.unbind(e->framework.ctx, params[k]);
-            code = ss_window_drop(e, params[k], err);
+            if (e->params[params[k]].state != SS_NONE) {
+                ss_window_drop(e, params[k]);
+            }
         }
     }
     pthread_mutex_unlock(&e->lock);
-    return code;
+    return SS_OK;
 }
 
 void ss_engine_stats(ss_engine *e, ss_stats *stats)

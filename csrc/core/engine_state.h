@@ -35,7 +35,6 @@ typedef struct {
     bool sent;     /* this round carried a local gradient of it ... */
     bool stale;    /* ... which the user has dropped since */
     bool handing;  /* between the hooks of an accumulation: .grad was unbound by us, autograd hands the gradient over */
-    bool accumulating; /* between those hooks, and autograd adds in place */
     bool carried;  /* my piece of the bucket's carry counts for it */
     bool kept;     /* it was held at the last close, and nobody dropped it here since */
     bool absent;   /* shown as PHANTOM, the close found that no rank has one; `p.grad /= n` assigns it again */
@@ -116,6 +115,17 @@ ss_code ss_check_usable(const ss_engine *e, ss_error *err);
 /* Records an unmendable failure of a collective and adds names to it. Returns `code`. */
 ss_code ss_broke(ss_engine *e, ss_code code, const char *phase, ss_error *err);
 
+static inline void *ss_span_begin(const ss_engine *e, const char *what, int32_t bucket)
+{
+    return e->framework.span_begin != NULL ? e->framework.span_begin(e->framework.ctx, what, bucket) : NULL;
+}
+static inline void ss_span_end(const ss_engine *e, void *span)
+{
+    if (span != NULL) {
+        e->framework.span_end(span);
+    }
+}
+
 static inline void *ss_grad_at(const ss_engine *e, int32_t bucket, int64_t element)
 {
     return e->buckets[bucket].grad + element * (int64_t)ss_dtype_size(e->layout.buckets[bucket].grad_dtype);
@@ -143,7 +153,7 @@ ss_code ss_window_launch(ss_engine *e, int32_t bucket, ss_error *err);
 ss_code ss_window_reopen_closed(ss_engine *e, int32_t bucket, ss_error *err);
 ss_code ss_window_reopen_launched(ss_engine *e, int32_t bucket, ss_error *err);
 bool ss_window_has_local(const ss_engine *e, int32_t bucket);
-ss_code ss_window_drop(ss_engine *e, int32_t param, ss_error *err);
+void ss_window_drop(ss_engine *e, int32_t param);
 
 /* close.c (the lock is held) */
 ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err);

@@ -73,12 +73,16 @@ ss_code ss_engine_update(ss_engine *e, const ss_update *u, ss_error *err)
     ss_code code = ss_check_usable(e, err);
     for (int32_t b = 0; code == SS_OK && b < e->layout.n_buckets; b++) {
         bool touched = false;
+        void *span = NULL;
         SS_EACH_MEMBER(e, b, i) {
             ss_param *p = &e->params[i];
             if (p->state != SS_HELD || u->group[i] < 0) {
                 continue;
             }
-            touched = true;
+            if (!touched) {
+                touched = true;
+                span = ss_span_begin(e, "shardstep::update", b);
+            }
             u->steps[i] += u->rule == SS_RULE_ADAM || u->options[u->group[i]].momentum != 0.0;
             if (p->piece.numel == 0) {
                 continue;
@@ -92,6 +96,7 @@ ss_code ss_engine_update(ss_engine *e, const ss_update *u, ss_error *err)
                 sgd(e, u, i, master, low, p->piece.in_segment);
             }
         }
+        ss_span_end(e, span);
         if (touched) {
             code = publish(e, b, err);
         }
@@ -210,7 +215,9 @@ ss_code ss_engine_gather(ss_engine *e, ss_error *err)
     for (int32_t b = 0; code == SS_OK && b < e->layout.n_buckets; b++) {
         if (e->buckets[b].published) {
             any = true;
+            void *span = ss_span_begin(e, "shardstep::gather", b);
             code = ops->collect(e->transport, SS_PLANE_PARAM, b, err);
+            ss_span_end(e, span);
         }
     }
     if (code == SS_OK && any) {

@@ -422,6 +422,7 @@ void post(Transport *t)
         t->queued.pop_front();
         Task &task = t->posted.back();
         Bucket &b = t->buckets[static_cast<size_t>(task.bucket)];
+        void *span = task.gather ? nullptr : ss_reduce_begin(&t->base, task.bucket);
         try {
             if (t->base.world == 1) {
                 // no works: done when next looked at
@@ -430,7 +431,9 @@ void post(Transport *t)
             } else {
                 post_reduce(t, task);
             }
+            ss_reduce_end(&t->base, span);
         } catch (...) {
+            ss_reduce_end(&t->base, span);
             explain(t, task.gather ? "all-gather" : "reduce-scatter", task.bucket);
         }
         (task.gather ? b.gather[*task.gather] : b.reduce) = Phase::kPosted;
@@ -447,6 +450,7 @@ void finish_reduce(Transport *t, Task &task)
     const int world = t->base.world, rank = t->base.rank;
     std::vector<const float *> f32(static_cast<size_t>(world));
     std::vector<const double *> f64(static_cast<size_t>(world));
+    void *span = ss_reduce_begin(&t->base, task.bucket);
     for (int64_t begin = 0; begin < b.spec.segment; begin += kBlock) {
         const int64_t end = std::min(begin + kBlock, b.spec.segment);
         const size_t offset = static_cast<size_t>(begin) * element;
@@ -468,6 +472,7 @@ void finish_reduce(Transport *t, Task &task)
             t->base.callbacks.reduced(t->base.callbacks.ctx, task.bucket, begin, end);
         }
     }
+    ss_reduce_end(&t->base, span);
     const uint64_t once = bytes * static_cast<uint64_t>(t->base.world - 1);
     t->base.traffic.reduce_scatter_bytes += t->method == Method::kAllReduce ? 2 * once : once;
     t->base.traffic.reduce_scatters += 1;

@@ -25,6 +25,10 @@ ss_shim *ss_shim_create(PyObject *params, ss_raise raise);
 /* Hooks become inert and parameters are let go; the hooks' memory follows when autograd drops the nodes. */
 void ss_shim_destroy(ss_shim *shim);
 
+/* Ranges in torch's profiler: see ss_framework. */
+void *ss_shim_span_begin(void *shim, const char *what, int32_t bucket);
+void ss_shim_span_end(void *span);
+
 /* What the engine asks of the framework; `ctx` is the shim. */
 ss_framework ss_shim_framework(ss_shim *shim);
 int ss_shim_interrupted(void *shim);
@@ -38,13 +42,12 @@ void ss_shim_set_synchronise(ss_shim *shim, PyObject *synchronise);
 /*
  * Moves the parameter into its bucket: its values are copied there (in replicated mode they stay where they are), the FP32
  * master of this rank's piece is taken from them before a cast, and its gradients are reported from now on. Its `.grad` is
- * bound to the tensor over its gradient slot, or to guard(that tensor, param) when `guard` is given, which has a method
- * outlives_window(kept, norm) for when it was dropped and a user still holds it. -1 with a Python
+ * bound to the tensor over its gradient slot, or to guard(that tensor, param) when `guard` is given. -1 with a Python
  * exception on failure.
  */
 int ss_shim_settle(ss_shim *shim, int32_t param, const ss_slot *slot, const ss_param_spec *spec, PyObject *guard);
 
-/* A new plain tensor over the parameter's gradient slot. */
+/* The tensor over the parameter's gradient slot, plain; a new reference. */
 PyObject *ss_shim_grad(ss_shim *shim, int32_t param);
 
 /* Queues the end-of-backward report with every backward that reaches this tensor. */

@@ -103,7 +103,9 @@ static void reduce_now(ss_shm *t, int bucket)
         }
     }
     if (n_sources > 0) {
+        void *span = ss_reduce_begin(&t->base, bucket);
         sum_segment(t, bucket, sources, n_sources);
+        ss_reduce_end(&t->base, span);
         size_t bytes = (size_t)b->spec.segment * ss_dtype_size(b->spec.grad_dtype);
         t->base.traffic.reduce_scatter_bytes += (uint64_t)n_peers * bytes;
         t->base.traffic.reduce_scatters++;

@@ -49,6 +49,9 @@ typedef struct {
     /* Called about every 100 ms while waiting; a non-zero answer ends the wait with SS_ERR_INTERRUPTED. May be NULL. */
     int (*interrupted)(void *ctx);
     void *ctx;
+    /* Called around this thread's own work for the sum of a bucket; the end gets what the begin returned. Both or neither. */
+    void *(*reduce_begin)(void *ctx, int bucket);
+    void (*reduce_end)(void *ctx, void *span);
 } ss_transport_callbacks;
 
 typedef struct {
@@ -115,6 +118,17 @@ struct ss_transport {
     ss_transport_callbacks callbacks;
     ss_traffic traffic;
 };
+
+static inline void *ss_reduce_begin(const ss_transport *t, int bucket)
+{
+    return t->callbacks.reduce_begin != NULL ? t->callbacks.reduce_begin(t->callbacks.ctx, bucket) : NULL;
+}
+static inline void ss_reduce_end(const ss_transport *t, void *span)
+{
+    if (t->callbacks.reduce_end != NULL) {
+        t->callbacks.reduce_end(t->callbacks.ctx, span);
+    }
+}
 
 #ifdef __cplusplus
 }

@@ -18,6 +18,9 @@ TRANSPORTS = ("auto", "shm", "c10d")
 #: Gloo groups in a forked child, which has none of the threads that their end would wait for: they stay until it exits.
 FORKED: "list[dist.ProcessGroup]" = []
 
+#: Names of users' groups over which a wrapped model communicates.
+BORROWED: "set[str | None]" = set()
+
 
 class Group:
     """The ranks of one wrapped model: a torch process group, or this process alone."""
@@ -31,36 +34,55 @@ class Group:
         self.process_group = process_group
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world = dist.get_world_size(process_group) if process_group is not None else 1
-        self.control: dist.ProcessGroup | None = None  # the Gloo group that a c10d transport keeps for itself
+        self.channel: list[dist.ProcessGroup] = []  # Gloo groups that a c10d transport keeps for itself
+        self.borrowed: str | None = None  # or the name of the user's group that it uses
         if self.rank < 0:
             raise UsageError("this process is not a member of the process group it was given")
 
-    def open_control(self, timeout: float) -> "dist.ProcessGroup":
-        """A Gloo group of the same ranks for a c10d transport's control messages. Collective.
+    def open_data(self, timeout: float) -> str:
+        """The name of a group that no other model and no collective of the user's uses. Collective.
+
+        Collectives of one group are paired in the order of their calls, so two models whose backwards run in another order
+        on another rank would be averaged with each other.
+        """
+        name, kind = self.process_group.group_name, _backend_for_cpu(self.process_group)
+        if kind == "gloo":
+            return self.open_gloo("data", timeout)
+        if name in BORROWED:
+            raise UsageError(
+                f"another wrapped model communicates over this {kind} process group already, and collectives of the two could "
+                "be taken for each other; give every model a process_group of its own (torch.distributed.new_group)"
+            )
+        BORROWED.add(name)
+        self.borrowed = name
+        return name
+
+    def open_gloo(self, purpose: str, timeout: float) -> str:
+        """The name of a new Gloo group of the same ranks. Collective.
 
         Made by hand, because ``dist.new_group`` names a subgroup by its ranks: once the first is destroyed, the next would
         find the first one's addresses in the store.
         """
-        name = f"shardstep/control/{self.gather(uuid.uuid4().hex)[0]}"
+        name = f"shardstep/{purpose}/{self.gather(uuid.uuid4().hex)[0]}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         backend = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
-        control = dist.ProcessGroup(store, self.rank, self.world)
-        control._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        control._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        control._set_group_name(name)
-        _register_process_group(name, control)
-        self.control = control
-        return control
+        group = dist.ProcessGroup(store, self.rank, self.world)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        self.channel.append(group)
+        return name
 
     def release(self) -> None:
-        """Lets the control group go."""
-        control, self.control = self.control, None
-        if control is None:
-            return
+        """Lets the transport's groups go."""
+        channel, self.channel = self.channel, []
         if os.getpid() != self.pid:
-            FORKED.append(control)
-        else:
-            _unregister_process_group(control.group_name)
+            FORKED.extend(channel)
+            return
+        for group in channel:
+            _unregister_process_group(group.group_name)
+        BORROWED.discard(self.borrowed)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective."""
@@ -106,6 +128,13 @@ def seconds(timeout: "float | timedelta") -> float:
     return float(value)
 
 
+def _backend_for_cpu(group: "dist.ProcessGroup") -> str:
+    try:
+        return group._get_backend(torch.device("cpu")).name().lower()
+    except RuntimeError:  # a group written in Python
+        return type(group).__name__
+
+
 def _identity() -> "str | None":
     """Equal for processes that can share memory with each other; None where none can."""
     try:
@@ -133,8 +162,7 @@ def _open_shm(group: Group, timeout: float) -> Any:
 def _open_c10d(group: Group, timeout: float) -> Any:
     if group.process_group is None:
         raise UsageError("transport='c10d' needs a process group: call shardstep.init() or init_process_group first")
-    control = group.open_control(timeout)
-    return _C.open_c10d(group.process_group.group_name, control.group_name, group.rank, group.world, timeout)
+    return _C.open_c10d(group.open_data(timeout), group.open_gloo("control", timeout), group.rank, group.world, timeout)
 
 
 def open_transport(kind: str, group: Group, timeout: float) -> Any:

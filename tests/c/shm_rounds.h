@@ -293,7 +293,7 @@ static void rounds_run(rounds *r, int round)
     }
 }
 
-/* The transport's callbacks must be {rounds_reduced, any, r}. Closes the transport, then looks at the regions again. */
+/* The transport's callbacks must have rounds_reduced and r. Closes the transport, then looks at the regions again. */
 static void rounds_all(rounds *r, ss_transport *t, uint64_t seed, int n)
 {
     r->t = t;

@@ -19,7 +19,7 @@ static void *run_rank(void *argument)
 {
     job *j = argument;
     rounds state = {0};
-    ss_transport_callbacks callbacks = {rounds_reduced, NULL, &state};
+    ss_transport_callbacks callbacks = {.reduced = rounds_reduced, .ctx = &state};
     ss_error err;
     ss_transport *t;
     if (ss_shm_open(thread_wire_open(j->world, j->rank, 60), &plain_kernels, &callbacks, &t, &err) != SS_OK) {

@@ -81,7 +81,7 @@ static void rounds_in_process(const char *nonce, int rank, int world, int n)
 {
     int fds = count_entries("/proc/self/fd");
     rounds state = {0};
-    ss_transport_callbacks callbacks = {rounds_reduced, NULL, &state};
+    ss_transport_callbacks callbacks = {.reduced = rounds_reduced, .ctx = &state};
     ss_transport *t = open_rank(nonce, rank, world, 60, &callbacks);
     CHECK(count_entries("/proc/self/fd") <= fds + 2 * (world - 1));
     rounds_all(&state, t, 7, n);
