@@ -565,13 +565,14 @@ def padding_body(rank, world):
     o = torch.optim.AdamW(reference.parameters(), lr=0.1)
     engine = m._engine
     slots = [slot for slot in engine.slots if slot is not None]
+    grads = [engine.core.grad(i) for i, slot in enumerate(engine.slots) if slot is not None]
     total = slots[0]["segment"] * world
-    base = min(slot["grad"].data_ptr() for slot in slots)
+    base = min(g.data_ptr() for g in grads)
     memory = (ctypes.c_float * total).from_address(base)
     used = [False] * total
-    for slot in slots:
-        begin = (slot["grad"].data_ptr() - base) // 4
-        used[begin : begin + slot["grad"].numel()] = [True] * slot["grad"].numel()
+    for g in grads:
+        begin = (g.data_ptr() - base) // 4
+        used[begin : begin + g.numel()] = [True] * g.numel()
     assert used.count(False) > 100
 
     def poison():

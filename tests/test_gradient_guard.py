@@ -507,7 +507,7 @@ def test_the_local_gradient_can_be_read_under_no_sync():
 
 #: They say where a tensor is or how often it was written, which differs from tensor to tensor.
 IDENTITY = {"data_ptr", "untyped_storage", "_version", "__hash__", "_base", "storage_offset", "is_set_to", "_backward_hooks",
-            "__repr__", "__format__", "_cdata", "_is_view", "names", "__len__"}
+            "__repr__", "__format__", "_cdata", "_is_view", "names", "__len__", "empty_like", "new_empty"}
 
 
 #: Arguments to call an unknown function with: ``a`` is the tensor under test, ``x`` another one of its shape.

@@ -28,7 +28,7 @@ def test_the_notebook_shows_what_it_says(monkeypatch):
     notebook = nbformat.read(ROOT / "examples" / "compare.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
     notebook.cells.append(nbformat.v4.new_code_cell(MEASURED))
-    monkeypatch.setenv("COMPARE_SECONDS", "3")
+    monkeypatch.setenv("COMPARE_SECONDS", "1")
     folder = {"metadata": {"path": str(ROOT / "examples")}}
     nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3", resources=folder).execute()
 

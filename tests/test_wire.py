@@ -15,7 +15,7 @@ COUNTERS = {
     "reduce_scatters", "all_gathers", "wire_bytes",
 }
 MEMORY = {"params", "grads", "padding", "master", "carry", "optimizer"}
-TOP = {"step", "total", "memory", "buckets", "transport", "rank", "world"}
+TOP = {"step", "total", "skipped_steps", "memory", "buckets", "transport", "rank", "world"}
 
 
 def net():

@@ -218,7 +218,7 @@ static void begin_round(ss_engine *e)
     }
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
-        p->sent = p->stale = p->carried = p->arrived = false;
+        p->sent = p->stale = p->carried = p->arrived = p->accumulating = false;
     }
     e->next_launch = 0;
 }
@@ -296,7 +296,7 @@ static ss_code settle_abort(ss_engine *e, ss_error *err)
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         if (e->layout.placements[i].bucket >= 0) {
             e->framework.unbind(e->framework.ctx, i);
-            ss_window_drop(e, i);
+            SS_TRY(ss_window_drop(e, i, err));
         }
     }
     e->norms_valid = e->unsettled = false;

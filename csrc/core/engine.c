@@ -327,8 +327,11 @@ ss_gradient_state ss_engine_gradient(ss_engine *e, int32_t i)
     pthread_mutex_lock(&e->lock);
     uint8_t state = e->params[i].state;
     bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
-    bool unsettled = e->unsettled;
+    bool unsettled = e->unsettled, accumulating = e->params[i].accumulating;
     pthread_mutex_unlock(&e->lock);
+    if (accumulating) {
+        return SS_GRADIENT_LOCAL;
+    }
     if (state == SS_NONE && !joins) {
         return SS_GRADIENT_NONE;
     }
@@ -364,18 +367,16 @@ void ss_engine_edited(ss_engine *e, int32_t i)
 
 ss_code ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
 {
-    (void)err; /* cannot fail */
+    ss_code code = SS_OK;
     pthread_mutex_lock(&e->lock);
-    for (int32_t k = 0; k < count; k++) {
+    for (int32_t k = 0; k < count && code == SS_OK; k++) {
         if (e->layout.placements[params[k]].bucket >= 0) {
             e->framework.unbind(e->framework.ctx, params[k]);
-            if (e->params[params[k]].state != SS_NONE) {
-                ss_window_drop(e, params[k]);
-            }
+            code = ss_window_drop(e, params[k], err);
         }
     }
     pthread_mutex_unlock(&e->lock);
-    return SS_OK;
+    return code;
 }
 
 void ss_engine_stats(ss_engine *e, ss_stats *stats)

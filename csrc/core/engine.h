@@ -29,8 +29,16 @@ typedef struct ss_engine ss_engine;
 typedef enum {
     SS_GRAD_NONE,  /* there is none */
     SS_GRAD_BOUND, /* the tensor over the parameter's slot in its gradient bucket */
-    SS_GRAD_OTHER  /* some other tensor */
+    SS_GRAD_OTHER, /* some other tensor */
+    SS_GRAD_STALE  /* a tensor that was bound before it was dropped, and that holds no whole gradient (see `dropped`) */
 } ss_grad_kind;
+
+/* What a gradient that is being dropped holds, for users who still have it. */
+typedef enum {
+    SS_KEPT_ALL,    /* this rank's whole gradient (in replicated mode: the average) */
+    SS_KEPT_PIECE,  /* this rank's piece of the reduced gradient */
+    SS_KEPT_NOTHING /* its values are on their way */
+} ss_kept;
 
 /* What the engine asks of the framework. Every call may come from any thread that runs a backward. */
 typedef struct {
@@ -54,6 +62,9 @@ typedef struct {
     void (*drop_beside)(void *ctx, int32_t param);
     /* The parameter's weights have been written. */
     void (*written)(void *ctx, int32_t param);
+    /* The user has dropped the gradient in the slot. Who still holds it must keep elements [begin, begin + numel) of it, as the
+       slot will be written again. `norm` is the global L2 norm of a piece's whole, NaN where it is not known. */
+    ss_code (*dropped)(void *ctx, int32_t param, ss_kept kept, int64_t begin, int64_t numel, double norm, ss_error *err);
     /* For the framework's profiler: work named `what` on a bucket (-1: on all) begins; NULL when nobody profiles. It ends on the
        same thread. The functions may be NULL. */
     void *(*span_begin)(void *ctx, const char *what, int32_t bucket);
@@ -141,19 +152,28 @@ int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n
    want it first. */
 int ss_engine_norm(ss_engine *engine, double order, int32_t param, double *norm);
 
+/*
+ * The L2 norm of the gradients of all these parameters together. When it is above `max_norm` they are scaled (pending) by
+ * max_norm / (norm + 1e-6), as torch's clip_grad_norm_ does; also when it is NaN or infinite, unless `only_finite`. Returns 0,
+ * having done nothing, when the norms are not known: close and want them first.
+ */
+int ss_engine_clip(ss_engine *engine, const int32_t *params, int32_t count, double max_norm, int only_finite,
+                   double *norm);
+
 /* ---- Gradients after a close: what the guard does with them ---- */
 
 typedef enum {
     SS_GRADIENT_NONE,   /* no rank has one, or it was dropped */
     SS_GRADIENT_HELD,   /* reduced; my piece is what counts */
-    SS_GRADIENT_PENDING /* there may be one: the window has to be closed first */
+    SS_GRADIENT_PENDING,/* there may be one: the window has to be closed first */
+    SS_GRADIENT_LOCAL   /* it is being accumulated: this is a hook of the user's, which acts on this rank's gradient */
 } ss_gradient_state;
 ss_gradient_state ss_engine_gradient(ss_engine *engine, int32_t param);
 void ss_engine_scale(ss_engine *engine, int32_t param, double factor);  /* .grad *= factor, pending */
 void ss_engine_materialise(ss_engine *engine, int32_t param);           /* folds the pending scale into the piece */
 void ss_engine_edited(ss_engine *engine, int32_t param);                /* the piece was written; norms are stale */
 ss_code ss_engine_zero(ss_engine *engine, int32_t param, ss_error *err);/* .grad.zero_(): present, with value zero */
-int ss_engine_local(ss_engine *engine, int32_t param);                  /* the slot holds this rank's local gradient */
+int ss_engine_local(ss_engine *engine, int32_t param);                  /* the slot holds this rank's whole local gradient */
 
 /* Drops every local gradient without communicating: the parameters' .grad are None afterwards. */
 ss_code ss_engine_drop(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);

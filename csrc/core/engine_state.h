@@ -35,6 +35,7 @@ typedef struct {
     bool sent;     /* this round carried a local gradient of it ... */
     bool stale;    /* ... which the user has dropped since */
     bool handing;  /* between the hooks of an accumulation: .grad was unbound by us, autograd hands the gradient over */
+    bool accumulating; /* between those hooks, and autograd adds in place */
     bool carried;  /* my piece of the bucket's carry counts for it */
     bool kept;     /* it was held at the last close, and nobody dropped it here since */
     bool absent;   /* shown as PHANTOM, the close found that no rank has one; `p.grad /= n` assigns it again */
@@ -153,7 +154,7 @@ ss_code ss_window_launch(ss_engine *e, int32_t bucket, ss_error *err);
 ss_code ss_window_reopen_closed(ss_engine *e, int32_t bucket, ss_error *err);
 ss_code ss_window_reopen_launched(ss_engine *e, int32_t bucket, ss_error *err);
 bool ss_window_has_local(const ss_engine *e, int32_t bucket);
-void ss_window_drop(ss_engine *e, int32_t param);
+ss_code ss_window_drop(ss_engine *e, int32_t param, ss_error *err);
 
 /* close.c (the lock is held) */
 ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err);

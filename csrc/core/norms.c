@@ -134,13 +134,21 @@ ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err)
     return SS_OK;
 }
 
+/* Is the norm of this parameter's gradient that the last close agreed on still the one of its gradient? */
+static bool known(const ss_engine *e, double order, int32_t i)
+{
+    const ss_param *p = &e->params[i];
+    bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
+    return e->norms_valid && !e->unsettled && e->norm_order == order && !joins &&
+           (p->state == SS_HELD || p->state == SS_NONE);
+}
+
 int ss_engine_norm(ss_engine *e, double order, int32_t i, double *norm)
 {
     pthread_mutex_lock(&e->lock);
     const ss_param *p = &e->params[i];
-    bool joins = e->layout.placements[i].bucket < 0 && e->framework.wants_place(e->framework.ctx, i);
-    bool known = e->norms_valid && !e->unsettled && e->norm_order == order && !joins && (p->state == SS_HELD || p->state == SS_NONE);
-    if (known) {
+    int is_known = known(e, order, i);
+    if (is_known) {
         double root = p->norm_total;
         if (order == 2.0) {
             root = sqrt(root);
@@ -151,5 +159,27 @@ int ss_engine_norm(ss_engine *e, double order, int32_t i, double *norm)
         *norm = p->state == SS_NONE ? 0.0 : root * scale;
     }
     pthread_mutex_unlock(&e->lock);
-    return known;
+    return is_known;
+}
+
+int ss_engine_clip(ss_engine *e, const int32_t *params, int32_t count, double max_norm, int only_finite, double *norm)
+{
+    pthread_mutex_lock(&e->lock);
+    int all_known = 1;
+    double sum = 0.0;
+    for (int32_t k = 0; k < count && all_known; k++) {
+        const ss_param *p = &e->params[params[k]];
+        all_known = known(e, 2.0, params[k]);
+        sum += p->state == SS_HELD ? p->norm_total * p->scale * p->scale : 0.0;
+    }
+    *norm = sqrt(sum);
+    if (all_known && !(*norm <= max_norm) && (isfinite(*norm) || !only_finite)) {
+        double factor = max_norm / (*norm + 1e-6);
+        for (int32_t k = 0; k < count; k++) {
+            ss_param *p = &e->params[params[k]];
+            p->scale *= p->state == SS_HELD ? factor : 1.0;
+        }
+    }
+    pthread_mutex_unlock(&e->lock);
+    return all_known;
 }

@@ -5,6 +5,7 @@
  * The framework's .grad is the truth and may be changed by the user at any time, so every entry first reconciles the
  * state with it.
  */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,8 +13,7 @@
 
 static ss_code absorb(ss_engine *e, int32_t i, bool add, ss_error *err);
 
-/* The user has dropped the gradient (.grad = None, zero_grad, a new tensor). */
-void ss_window_drop(ss_engine *e, int32_t i)
+static void forget(ss_engine *e, int32_t i)
 {
     ss_param *p = &e->params[i];
     if (p->sent) {
@@ -24,8 +24,39 @@ void ss_window_drop(ss_engine *e, int32_t i)
     }
     p->carried = false;
     p->kept = false;
-    p->handing = false;
+    p->handing = p->accumulating = false;
     p->state = SS_NONE;
+}
+
+/* The user has dropped the gradient (.grad = None, zero_grad, a new tensor), but may hold the tensor. */
+ss_code ss_window_drop(ss_engine *e, int32_t i, ss_error *err)
+{
+    ss_param *p = &e->params[i];
+    ss_kept kept = SS_KEPT_NOTHING;
+    int64_t begin = 0, numel = 0;
+    double norm = NAN;
+    if (p->state == SS_NONE) {
+        return SS_OK;
+    }
+    if (p->state == SS_HELD) {
+        kept = SS_KEPT_PIECE;
+        begin = p->piece.in_param;
+        numel = p->piece.numel;
+        norm = e->norms_valid && !e->unsettled && e->norm_order == 2.0 ? sqrt(p->norm_total) * fabs(p->scale) : NAN;
+    } else if ((p->state == SS_LOCAL || p->state == SS_ZERO) && !p->carried) {
+        kept = SS_KEPT_ALL;
+        numel = p->state == SS_LOCAL ? p->spec.numel : 0;
+    }
+    SS_TRY(e->framework.dropped(e->framework.ctx, i, kept, begin, numel, norm, err));
+    forget(e, i);
+    return SS_OK;
+}
+
+static ss_code kept_too_long(const ss_param *p, ss_error *err)
+{
+    return ss_fail(err, SS_ERR_USAGE,
+                   "the gradient of parameter '%s' was set to a tensor kept from an earlier window, which does not hold all "
+                   "of it; keep a copy (model.full_grad) and assign that instead", p->name);
 }
 
 /* Brings the state in line with the framework's .grad. A tensor the user has put there is this rank's local gradient; only
@@ -41,17 +72,15 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
             return SS_OK;
         }
         if (p->state == SS_NONE) {
-            return ss_fail(err, SS_ERR_USAGE,
-                           "the gradient of parameter '%s' was set to a tensor kept from an earlier window, whose content "
-                           "is gone; assign a copy of the values you need instead", p->name);
+            return kept_too_long(p, err);
         }
         return SS_OK;
     }
+    if (kind == SS_GRAD_STALE) {
+        return kept_too_long(p, err);
+    }
     if (kind == SS_GRAD_NONE) {
-        if (p->state != SS_NONE && !p->handing) {
-            ss_window_drop(e, i);
-        }
-        return SS_OK;
+        return p->handing ? SS_OK : ss_window_drop(e, i, err);
     }
     if (p->handing) { /* a close from a hook of the user's that runs inside the accumulation */
         p->handing = false;
@@ -69,9 +98,7 @@ ss_code ss_window_reconcile(ss_engine *e, int32_t i, bool closing, ss_error *err
         e->framework.bind(e->framework.ctx, i);
         return SS_OK;
     }
-    if (p->state != SS_NONE) {
-        ss_window_drop(e, i);
-    }
+    SS_TRY(ss_window_drop(e, i, err));
     return absorb(e, i, false, err);
 }
 
@@ -111,8 +138,11 @@ ss_code ss_window_reopen_closed(ss_engine *e, int32_t b, ss_error *err)
             continue;
         }
         ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
+        if (kind == SS_GRAD_STALE) {
+            return kept_too_long(p, err);
+        }
         if (kind == SS_GRAD_NONE) {
-            ss_window_drop(e, i);
+            SS_TRY(ss_window_drop(e, i, err));
             continue;
         }
         SS_TRY(ensure_carry(e, b, err));
@@ -283,6 +313,7 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
         return SS_OK;
     case SS_LOCAL:
         if (!e->framework.casts(e->framework.ctx, i)) {
+            p->accumulating = true;
             return SS_OK;
         }
         break;
@@ -293,6 +324,7 @@ static ss_code before_accumulate(ss_engine *e, int32_t i, ss_error *err)
     case SS_BESIDE:
         SS_TRY(try_reopen(e, b, err));
         if (p->state == SS_LOCAL && !e->framework.casts(e->framework.ctx, i)) {
+            p->accumulating = true;
             return SS_OK;
         }
         break;
@@ -315,7 +347,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     ss_bucket *bucket = &e->buckets[b];
     ss_grad_kind kind = e->framework.kind(e->framework.ctx, i);
     bool add = p->handing && p->state == SS_LOCAL;
-    p->handing = false;
+    p->handing = p->accumulating = false;
     e->unsettled = true;
     bucket->adding -= bucket->adding > 0;
     e->aborted_by_peer = false; /* a new window has begun */
@@ -339,20 +371,19 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
 }
 
 /* A clip must see the same parameters on every rank: show those that only another rank may have used. */
-static void bind_phantoms(ss_engine *e)
+static ss_code bind_phantoms(ss_engine *e, ss_error *err)
 {
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
         int32_t b = e->layout.placements[i].bucket;
         if (b >= 0 && e->framework.kind(e->framework.ctx, i) == SS_GRAD_NONE) {
-            if (p->state != SS_NONE) { /* model.zero_grad() set .grad to None, which nobody has looked at since */
-                ss_window_drop(e, i);
-            }
+            SS_TRY(ss_window_drop(e, i, err)); /* model.zero_grad() has set .grad to None, and nobody looked at it since */
             e->framework.bind(e->framework.ctx, i);
             p->state = SS_PHANTOM;
             e->norms_valid = false;
         }
     }
+    return SS_OK;
 }
 
 static ss_code end_backward(ss_engine *e, ss_error *err)
@@ -368,7 +399,7 @@ static ss_code end_backward(ss_engine *e, ss_error *err)
     }
     e->unsettled = true;
     if (e->sharded && e->world > 1) {
-        bind_phantoms(e);
+        SS_TRY(bind_phantoms(e, err));
     }
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
         e->buckets[b].n_arrived = 0;
@@ -440,7 +471,7 @@ ss_code ss_engine_zero(ss_engine *e, int32_t i, ss_error *err)
             e->buckets[b].norms_ready = false;
             e->norms_valid = false;
         }
-        ss_window_drop(e, i);
+        forget(e, i);
         p->state = in_flight ? SS_SENT : SS_ZERO;
     }
     pthread_mutex_unlock(&e->lock);
@@ -454,7 +485,13 @@ void ss_engine_set_last_backward(ss_engine *e, int last) { e->last_backward = la
 int ss_engine_local(ss_engine *e, int32_t i)
 {
     pthread_mutex_lock(&e->lock);
-    int local = e->params[i].state == SS_LOCAL && !e->params[i].carried;
+    const ss_param *p = &e->params[i];
+    int32_t b = e->layout.placements[i].bucket;
+    bool local = (p->state == SS_LOCAL || p->state == SS_ZERO) && !p->carried && e->buckets[b].phase == SS_OPEN;
+    if (local && p->state == SS_ZERO) { /* after zero_(): so far the zeros were only noted */
+        memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0,
+               (size_t)p->spec.numel * ss_dtype_size(e->layout.buckets[b].grad_dtype));
+    }
     pthread_mutex_unlock(&e->lock);
     return local;
 }

@@ -249,9 +249,9 @@ static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
 
 PyDoc_STRVAR(slot_doc,
              "slot(i) -> dict or None\n\n"
-             "What piece(i) says, by name, with the bucket's `segment` elements per rank, and tensors: `grad` over the whole\n"
-             "gradient, and over this rank's piece, flat: `piece_grad`, `piece_param` (None in replicated mode) and\n"
-             "`piece_master`, which is `piece_param` itself for FP32 parameters and None for FP64 ones.");
+             "What piece(i) says, by name, with the bucket's `segment` elements per rank, and flat tensors over this rank's\n"
+             "piece: `piece_grad`, `piece_param` (None in replicated mode) and `piece_master`, which is `piece_param` itself for\n"
+             "FP32 parameters and None for FP64 ones.");
 
 static PyObject *engine_slot(EngineObject *self, PyObject *index)
 {
@@ -264,23 +264,21 @@ static PyObject *engine_slot(EngineObject *self, PyObject *index)
         Py_RETURN_NONE;
     }
     const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
-    PyObject *grad = ss_shim_grad(self->shim, i);
     PyObject *piece_grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
     PyObject *piece_param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
     PyObject *piece_master = slot.piece_master == NULL || slot.master_region != NULL
                                  ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
                                  : Py_XNewRef(piece_param);
-    if (grad == NULL || piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
-        Py_XDECREF(grad);
+    if (piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
         Py_XDECREF(piece_grad);
         Py_XDECREF(piece_param);
         Py_XDECREF(piece_master);
         return NULL;
     }
-    return Py_BuildValue("{s:i,s:L,s:L,s:L,s:L,s:N,s:N,s:N,s:N}", "bucket", slot.bucket, "begin",
+    return Py_BuildValue("{s:i,s:L,s:L,s:L,s:L,s:N,s:N,s:N}", "bucket", slot.bucket, "begin",
                          (long long)slot.piece.in_param, "in_segment", (long long)slot.piece.in_segment, "numel",
-                         (long long)slot.piece.numel, "segment", (long long)shape->segment, "grad", grad, "piece_grad",
-                         piece_grad, "piece_param", piece_param, "piece_master", piece_master);
+                         (long long)slot.piece.numel, "segment", (long long)shape->segment, "piece_grad", piece_grad,
+                         "piece_param", piece_param, "piece_master", piece_master);
 }
 
 static PyObject *engine_watch(EngineObject *self, PyObject *tensor)
@@ -325,6 +323,15 @@ static PyObject *engine_set_divide_factor(EngineObject *self, PyObject *factor)
         return NULL;
     }
     return none_or_raise(ss_engine_set_divide_factor(self->engine, value, &err), &err);
+}
+
+static PyObject *engine_grad(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    return ss_shim_grad(self->shim, i);
 }
 
 PyDoc_STRVAR(synchronise_with_doc,
@@ -412,6 +419,34 @@ static PyObject *engine_norm(EngineObject *self, PyObject *args)
         Py_RETURN_NONE;
     }
     return PyFloat_FromDouble(norm);
+}
+
+PyDoc_STRVAR(clip_doc,
+             "clip(indices, max_norm, only_finite) -> float or None\n\n"
+             "The L2 norm of the gradients of these parameters (int32 buffer) together, before they are clipped to max_norm;\n"
+             "with only_finite not when it is not finite. None, and nothing is done, when it is not known: close and want norms\n"
+             "first.");
+
+static PyObject *engine_clip(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    double max_norm, norm = 0.0;
+    int only_finite, known = 0;
+    if (!PyArg_ParseTuple(args, "y*dp", &params, &max_norm, &only_finite)) {
+        return NULL;
+    }
+    int ok = check_open(self) == 0 && check_indices(self, &params) == 0;
+    if (ok) {
+        Py_BEGIN_ALLOW_THREADS
+        known = ss_engine_clip(self->engine, params.buf, (int32_t)(params.len / (Py_ssize_t)sizeof(int32_t)), max_norm,
+                               only_finite, &norm);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&params);
+    if (!ok) {
+        return NULL;
+    }
+    return known ? PyFloat_FromDouble(norm) : Py_NewRef(Py_None);
 }
 
 static PyObject *engine_gradient(EngineObject *self, PyObject *index)
@@ -700,10 +735,12 @@ static PyMethodDef methods[] = {
     {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},
     {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
+    {"grad", (PyCFunction)engine_grad, METH_O, "grad(i) -> a new plain tensor over the gradient slot of a placed parameter."},
     {"synchronise_with", (PyCFunction)engine_synchronise_with, METH_VARARGS, synchronise_with_doc},
     {"averaged", (PyCFunction)engine_averaged, METH_NOARGS, "The averages are in the slots: the round ends."},
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
     {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
+    {"clip", (PyCFunction)engine_clip, METH_VARARGS, clip_doc},
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
     {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},

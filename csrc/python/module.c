@@ -90,6 +90,14 @@ static PyObject *open_c10d(PyObject *module, PyObject *args)
     return wrap_transport(transport, code, &err);
 }
 
+PyDoc_STRVAR(exchange_doc,
+             "exchange(transport, message) -> list of every rank's message\n\n"
+             "Collective. Messages may differ in length. The transport must not belong to an Engine.");
+
+PyDoc_STRVAR(fail_doc,
+             "fail(transport, message)\n\n"
+             "Ends the other ranks' waits on this transport with an AbortedError of this message. It is of no use afterwards.");
+
 static PyObject *kernel_isa(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -101,6 +109,8 @@ static PyMethodDef methods[] = {
     {"open_shm", open_shm, METH_VARARGS, open_shm_doc},
     {"shm_identity", shm_identity, METH_NOARGS, "A line that is equal for processes which can use open_shm together."},
     {"open_c10d", open_c10d, METH_VARARGS, open_c10d_doc},
+    {"exchange", ss_py_exchange, METH_VARARGS, exchange_doc},
+    {"fail", ss_py_fail, METH_VARARGS, fail_doc},
     {"kernel_isa", kernel_isa, METH_NOARGS, "The instruction set of the kernels in use."},
     {NULL, NULL, 0, NULL},
 };

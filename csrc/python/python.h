@@ -16,6 +16,10 @@ typedef struct {
 /* errors.c: raises the exception of shardstep._errors that belongs to err->code; the interpreter's lock is held. */
 void ss_raise_error(const ss_error *err);
 
+/* exchange.c */
+PyObject *ss_py_exchange(PyObject *module, PyObject *args);
+PyObject *ss_py_fail(PyObject *module, PyObject *args);
+
 /* engine_type.c */
 extern PyType_Spec ss_engine_type_spec;
 

@@ -1,4 +1,4 @@
-// Hooks on AccumulateGrad nodes and the framework calls of the engine. See shim.h.
+// Hooks on AccumulateGrad nodes, and tensors over the engine's memory. See shim.h.
 //
 // Why nodes' own pre- and post-hooks and not torch's post-accumulate hook: the latter has one slot per tensor (users'), and
 // both run in C++ without the interpreter. Why a pre-hook: before autograd adds in place, it must be known that the memory
@@ -13,30 +13,13 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 #include <memory>
-#include <mutex>
-#include <vector>
 
-#include "kernels/kernels.h"
-#include "shim/shim.h"
+#include "shim/shim_private.hpp"
 
-namespace ag = torch::autograd;
-using NodePtr = decltype(ag::impl::grad_accumulator(std::declval<const ag::Variable&>()));
+using namespace ss_shim_private;
 
 namespace {
-
-// Shared with the hooks, which may outlive the shim. `engine` is null before the first and after the last report.
-struct Link {
-    std::atomic<ss_engine*> engine{nullptr};
-    std::atomic<int> last_task{-1};
-    std::mutex lock;
-    std::vector<int> tasks;  // graph tasks whose end is being waited for
-    ss_raise raise = nullptr;
-    PyObject* synchronise = nullptr;  // owned by the shim; see ss_shim_set_synchronise
-};
-using LinkPtr = std::shared_ptr<Link>;
 
 [[noreturn]] void throw_python(const Link& link, const ss_error& err)
 {
@@ -171,179 +154,6 @@ struct After final : ag::FunctionPostHook {
     }
 };
 
-struct Param {
-    at::Tensor variable;
-    at::Tensor bound, slot;  // undefined until attached
-    at::Tensor beside;       // gradient that came while the slot was in flight
-    NodePtr node;            // keeps our hooks alive: a tensor holds its AccumulateGrad weakly
-    uintptr_t post_hook = 0;
-    bool hidden = false;     // .grad is bound, but shows as undefined for now
-    const void* data = nullptr;
-    at::ScalarType dtype = at::kFloat;
-};
-
-}  // namespace
-
-struct ss_shim {
-    LinkPtr link;
-    const ss_kernels* kernels = ss_kernels_get(nullptr);
-    std::vector<Param> params;
-};
-
-namespace {
-
-void show(Param& p)
-{
-    if (p.hidden) {
-        p.hidden = false;
-        if (!p.variable.grad().defined()) {
-            p.variable.mutable_grad() = p.bound;
-        }
-    }
-}
-
-// The engine, also in another thread's backward, never sees a gradient as hidden.
-Param& at_ctx(void* ctx, int32_t i)
-{
-    Param& p = static_cast<ss_shim*>(ctx)->params[i];
-    show(p);
-    return p;
-}
-const ss_kernels* kernels_of(void* ctx) { return static_cast<ss_shim*>(ctx)->kernels; }
-
-ss_grad_kind kind(void* ctx, int32_t i)
-{
-    const Param& p = at_ctx(ctx, i);
-    const at::Tensor& grad = p.variable.grad();
-    if (!grad.defined()) {
-        return SS_GRAD_NONE;
-    }
-    return grad.unsafeGetTensorImpl() == p.bound.unsafeGetTensorImpl() ? SS_GRAD_BOUND : SS_GRAD_OTHER;
-}
-
-int wants_place(void* ctx, int32_t i) { return at_ctx(ctx, i).variable.requires_grad(); }
-void bind(void* ctx, int32_t i)
-{
-    Param& p = at_ctx(ctx, i);
-    p.variable.mutable_grad() = p.bound;
-}
-void unbind(void* ctx, int32_t i) { at_ctx(ctx, i).variable.mutable_grad().reset(); }
-void written(void* ctx, int32_t i)
-{
-    at::Tensor& variable = at_ctx(ctx, i).variable;
-    if (!variable.is_inference()) {
-        variable.unsafeGetTensorImpl()->bump_version();
-    }
-}
-
-bool same_memory_order(const at::Tensor& a, const at::Tensor& b)
-{
-    return a.layout() == at::kStrided && a.device() == b.device() && a.sizes() == b.sizes() &&
-           a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
-}
-
-bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
-// dst := grad or dst += grad, both dense on the CPU and of one memory order. False when the kernels have no such loop.
-bool fold_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::Tensor& grad, bool add)
-{
-    void* to = dst.data_ptr();
-    const void* from = grad.const_data_ptr();
-    if (grad.scalar_type() == dst.scalar_type() && !add) {
-        if (from != to) {
-            kernels->copy_through(to, from, static_cast<int64_t>(dst.nbytes()));
-        }
-        return true;
-    }
-    if (dst.scalar_type() == at::kFloat && is_low(grad.scalar_type())) {
-        bool bf16 = grad.scalar_type() == at::kBFloat16;
-        auto loop = add ? (bf16 ? kernels->add_bf16 : kernels->add_f16) : (bf16 ? kernels->bf16_to_f32 : kernels->f16_to_f32);
-        loop(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
-        return true;
-    }
-    return false;
-}
-
-// dst := grad or dst += grad, with dst a plain dense tensor.
-void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad, bool add = false)
-{
-    TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
-    if (same_memory_order(grad, dst) && dst.is_cpu() && fold_elements(kernels, dst, grad, add)) {
-        return;
-    }
-    at::NoGradGuard no_grad;
-    if (add) {
-        dst.add_(grad.detach());
-    } else {
-        dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
-    }
-}
-
-ss_code guarded(ss_error* err, const std::function<void()>& body)
-{
-    try {
-        body();
-        return SS_OK;
-    } catch (const c10::Error& e) {
-        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s",
-                       e.what_without_backtrace());
-    } catch (const std::exception& e) {
-        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s", e.what());
-    }
-}
-
-int casts(void* ctx, int32_t i)
-{
-    const Param& p = at_ctx(ctx, i);
-    return is_low(p.dtype) && !ag::impl::post_acc_grad_hooks(p.variable);
-}
-
-ss_code fold(void* ctx, int32_t i, bool add, ss_error* err)
-{
-    Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.variable.grad(), add); });
-}
-
-ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
-{
-    Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] {
-        at::Tensor grad = p.variable.grad();
-        if (!same_memory_order(grad, p.slot) || grad.scalar_type() != p.slot.scalar_type()) {
-            at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-            fold_gradient(kernels_of(ctx), whole, grad);
-            grad = whole;
-        }
-        size_t size = grad.element_size();
-        std::memcpy(dst, static_cast<const char*>(grad.data_ptr()) + begin * size, numel * size);
-    });
-}
-
-ss_code add_beside(void* ctx, int32_t i, ss_error* err)
-{
-    Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] {
-        at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-        fold_gradient(kernels_of(ctx), late, p.variable.grad());
-        if (p.beside.defined()) {
-            at::NoGradGuard no_grad;
-            p.beside.add_(late);
-        } else {
-            p.beside = late;
-        }
-    });
-}
-
-ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
-{
-    Param& p = at_ctx(ctx, i);
-    ss_code code = guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.beside); });
-    p.beside.reset();
-    return code;
-}
-
-void drop_beside(void* ctx, int32_t i) { at_ctx(ctx, i).beside.reset(); }
-
 at::ScalarType scalar_type(ss_dtype dtype)
 {
     switch (dtype) {
@@ -398,19 +208,6 @@ void allow_any_grad_dtype(const at::Tensor& variable)
     if (failed) {
         throw python_error();
     }
-}
-
-at::Tensor call_guard(PyObject* guard, const at::Tensor& slot, int32_t i)
-{
-    PyObject* plain = THPVariable_Wrap(slot);
-    PyObject* bound = plain != nullptr ? PyObject_CallFunction(guard, "Ni", plain, i) : nullptr;
-    if (bound == nullptr || !THPVariable_Check(bound)) {
-        Py_XDECREF(bound);
-        throw python_error();
-    }
-    at::Tensor result = THPVariable_Unpack(bound);
-    Py_DECREF(bound);
-    return result;
 }
 
 // Our hooks on the parameter's AccumulateGrad node.
@@ -475,7 +272,9 @@ void ss_shim_destroy(ss_shim* shim)
     }
     shim->link->engine = nullptr;
     ss_shim_set_synchronise(shim, nullptr);
+    Py_CLEAR(shim->guard);
     for (Param& p : shim->params) {
+        Py_CLEAR(p.object);
         if (p.node) {
             p.node->del_post_hook(p.post_hook);
         }
@@ -485,12 +284,6 @@ void ss_shim_destroy(ss_shim* shim)
         }
     }
     delete shim;
-}
-
-ss_framework ss_shim_framework(ss_shim* shim)
-{
-    return ss_framework{shim,       kind,        wants_place, bind,    unbind,             casts,           fold, fold_piece,
-                        add_beside, fold_beside, drop_beside, written, ss_shim_span_begin, ss_shim_span_end};
 }
 
 int ss_shim_interrupted(void*)
@@ -515,7 +308,11 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
         if (p.slot.scalar_type() != p.variable.scalar_type()) {
             allow_any_grad_dtype(p.variable);
         }
-        p.bound = guard != nullptr ? call_guard(guard, p.slot, i) : p.slot;
+        if (guard != shim->guard) {
+            Py_XDECREF(shim->guard);
+            shim->guard = Py_XNewRef(guard);
+        }
+        bind_new(shim, i);
         p.data = p.variable.numel() > 0 ? p.variable.const_data_ptr() : nullptr;
         p.dtype = p.variable.scalar_type();
         hook(shim, i);
@@ -529,7 +326,7 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
     }
 }
 
-PyObject* ss_shim_grad(ss_shim* shim, int32_t i) { return THPVariable_Wrap(shim->params[i].slot); }
+PyObject* ss_shim_grad(ss_shim* shim, int32_t i) { return THPVariable_Wrap(shim->params[i].slot.detach()); }
 
 int ss_shim_watch(ss_shim* shim, PyObject* tensor)
 {

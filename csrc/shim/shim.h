@@ -42,12 +42,13 @@ void ss_shim_set_synchronise(ss_shim *shim, PyObject *synchronise);
 /*
  * Moves the parameter into its bucket: its values are copied there (in replicated mode they stay where they are), the FP32
  * master of this rank's piece is taken from them before a cast, and its gradients are reported from now on. Its `.grad` is
- * bound to the tensor over its gradient slot, or to guard(that tensor, param) when `guard` is given. -1 with a Python
+ * bound to the tensor over its gradient slot, or to guard(that tensor, param) when `guard` is given, which has a method
+ * outlives_window(kept, norm) for when it was dropped and a user still holds it. -1 with a Python
  * exception on failure.
  */
 int ss_shim_settle(ss_shim *shim, int32_t param, const ss_slot *slot, const ss_param_spec *spec, PyObject *guard);
 
-/* The tensor over the parameter's gradient slot, plain; a new reference. */
+/* A new plain tensor over the parameter's gradient slot. */
 PyObject *ss_shim_grad(ss_shim *shim, int32_t param);
 
 /* Queues the end-of-backward report with every backward that reaches this tensor. */

@@ -1,5 +1,8 @@
 """shardstep: whole replicas, one synchronisation per optimizer step, sharded FP32 master weights and optimizer state."""
 
+import importlib
+from typing import Any
+
 import torch
 
 try:
@@ -21,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardstep._ddp import DistributedDataParallel
 from shardstep._errors import (
     AbortedError,
+    CheckpointError,
     Error,
     MismatchError,
     PeerLostError,
@@ -33,12 +37,21 @@ from shardstep._launch import init, launch
 from shardstep._module import wrap
 from shardstep._optim import ShardedOptimizer, refuse_unattached
 
+
+def __getattr__(name: str) -> Any:
+    """``shardstep.checkpoint`` is imported when it is first used: torch.distributed.checkpoint takes half a second."""
+    if name == "checkpoint":
+        return importlib.import_module("shardstep.checkpoint")
+    raise AttributeError(f"module 'shardstep' has no attribute {name!r}")
+
+
 register_optimizer_step_pre_hook(refuse_unattached)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AbortedError",
+    "CheckpointError",
     "DistributedDataParallel",
     "Error",
     "MismatchError",

@@ -78,7 +78,7 @@ class CommHook:
         with torch.no_grad():
             members = [bucket["members"] for bucket in engine.core.buckets()]
             for b, indices in enumerate(members):
-                slots = [engine.slots[i]["grad"] for i in indices]
+                slots = [engine.core.grad(i) for i in indices]
                 bucket = GradBucket(b, b + 1 == len(members), [engine.params[i] for i in indices], slots)
                 waiting.append((bucket, self.hook(self.state, bucket)))
             for bucket, future in waiting:

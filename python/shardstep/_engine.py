@@ -20,13 +20,12 @@ from shardstep import _C, _dynamo
 from shardstep._buffers import CHUNK, Buffers
 from shardstep._errors import MismatchError, UsageError
 from shardstep._flat_shard import Cut, memory_order
-from shardstep._gradient import ShardedGradient
+from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._precision import LOW, Precision, tensors_in
 
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
-NONE, HELD, PENDING = range(3)
 
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 DEFAULT_BUCKET_MB = 25.0
@@ -172,6 +171,7 @@ class Engine:
         self._unchecked = True
         self._buffers_at = -1  # closes, when the buffers were last sent
         self._optimizers: list[weakref.ref] = []
+        self.skipped_steps = 0  # by skip_nonfinite
         self._last_totals: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
         ENGINES.add(self)
@@ -349,7 +349,7 @@ class Engine:
         """What this rank owns of parameter i, which is in the layout."""
         slot = self.slots[i]
         return Cut(
-            self.params[i].shape, slot["begin"], slot["numel"], memory_order(slot["grad"]), self.group.process_group
+            self.params[i].shape, slot["begin"], slot["numel"], memory_order(self.params[i]), self.group.process_group
         )
 
     def follow_weights(self) -> None:
@@ -439,7 +439,7 @@ class Engine:
             self._place(wanted)
             for optimizer in self.optimizers():
                 optimizer.take_placed(wanted)
-        full = self.slots[param]["grad"].clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None
+        full = self.core.grad(param).clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None
         if self.debug and self.sharded:
             self._poison()
         return full
@@ -448,23 +448,32 @@ class Engine:
         """What other ranks own is not this rank's to read: with debug=True it is NaN."""
         for i, slot in enumerate(self.slots):
             if slot is not None and self.core.gradient(i) == HELD:
-                flat = _flat_view(slot["grad"])
+                flat = _flat_view(self.core.grad(i))
                 flat[: slot["begin"]] = torch.nan
                 flat[slot["begin"] + slot["numel"] :] = torch.nan
 
     def norm(self, i: int, order: float) -> float:
         """The global norm of parameter i's gradient. Communicates when the window is not closed yet."""
         value = self.core.norm(order, i)
+        if value is None and self.core.gradient(i) == LOCAL:
+            return float(torch.linalg.vector_norm(self.local_gradient(i), order))
         if value is None:
             self.close(AT_READ, WANT_NORM, order)
             value = self.core.norm(order, i)
         return value
 
-    def ensure_closed(self, i: int) -> bool:
-        """Closes the window if parameter i's gradient is not reduced yet. False when no rank has a gradient of it."""
-        if self.core.gradient(i) == PENDING:
-            self.close(AT_READ)
-        return self.core.gradient(i) == HELD
+    def settled(self, i: int) -> int:
+        """What parameter i's gradient is for someone who changes it: ``NONE`` (no rank has one), ``HELD`` (reduced; for that
+        the window is closed) or ``LOCAL`` (a hook of the user's runs while this rank's gradient is accumulated)."""
+        state = self.core.gradient(i)
+        if state != PENDING:
+            return state
+        self.close(AT_READ)
+        return self.core.gradient(i)
+
+    def local_gradient(self, i: int) -> torch.Tensor:
+        """This rank's own gradient of parameter i, as a plain tensor over its memory."""
+        return self.core.grad(i)
 
     def full_grad(self, parameter: torch.Tensor) -> "torch.Tensor | None":
         i = self.index_of(parameter)
@@ -503,6 +512,7 @@ class Engine:
         return {
             "step": _with_wire(self._last_step),
             "total": _with_wire(totals),
+            "skipped_steps": self.skipped_steps,
             "memory": {**self.core.memory(), "optimizer": optimizer_bytes},
             "buckets": self.n_buckets,
             "transport": self.core.transport,

@@ -35,6 +35,11 @@ class AbortedError(Error):
     """A peer aborted the accumulation window, or could not go on. ``rank`` says which."""
 
 
+class CheckpointError(Error):
+    """A checkpoint could not be written, or cannot be read: it is damaged, incomplete, or of another model. Raised alike on
+    every rank; the message says which file or parameter, and on which rank."""
+
+
 class RankFailedError(Error):
     """A rank that :func:`shardstep.launch` started has raised or died. ``rank`` is the first that did.
 

@@ -63,6 +63,11 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.size(d) > 1, -tensor.stride(d))))
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do its elements fill a range of memory without gaps or overlaps, in some order of its dimensions?"""
+    return tensor.permute(memory_order(tensor)).is_contiguous()
+
+
 def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a storage that ends where the tensor does: saving it writes no more than its own bytes."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:

@@ -5,8 +5,9 @@ left there. So the tensor is guarded: a subclass with ``__torch_function__`` onl
 it in C++ without coming here; everything that user code, ``clip_grad_norm_`` or ``GradScaler`` does arrives here and is
 answered globally, done to this rank's piece, or refused with the call to use instead. Dispatch is one dict lookup.
 
-Not seen here, because they bypass ``__torch_function__``: TorchScript, functorch transforms, ``torch.tensor(g)``, dlpack and
-raw pointers. ``wrap(..., debug=True)`` fills what is not this rank's with NaN.
+Not seen here, because they bypass ``__torch_function__``: TorchScript, functorch transforms, copies by ``torch.tensor(g)``,
+other tensors over the same memory (``torch.Tensor(g)``, ``x.set_(g)``, ``x.data = g``) and raw pointers. ``wrap(...,
+debug=True)`` fills what is not this rank's with NaN.
 """
 
 import os
@@ -25,31 +26,64 @@ Tensor = torch.Tensor
 Plain = torch._C.DisableTorchFunctionSubclass
 
 
+class Life:
+    """Whether a gradient is still the parameter's, and if not, what a user who holds it has. Shared with its aliases."""
+
+    kept: "int | None" = None  # KEPT_ALL, KEPT_PIECE or KEPT_NOTHING, once it was dropped
+    norm = float("nan")  # of KEPT_PIECE: the global L2 norm, where it was known
+
+
+#: What a gradient is (ss_gradient_state in csrc/core/engine.h), and what of a dropped one is left (ss_kept).
+NONE, HELD, PENDING, LOCAL = range(4)
+KEPT_ALL, KEPT_PIECE, KEPT_NOTHING = range(3)
+
+
+class Outlived(Exception):
+    """A gradient is asked for something that was dropped from its parameter. Never leaves this file."""
+
+
 class ShardedGradient(torch.Tensor):
     """A gradient of which this rank holds one piece. See the module's docstring."""
 
     _engine: "weakref.ref[Engine] | None" = None
     _index: int = -1
+    _life: Life
 
     @staticmethod
-    def over(slot: torch.Tensor, engine: "weakref.ref[Engine]", index: int) -> "ShardedGradient":
+    def over(
+        slot: torch.Tensor, engine: "weakref.ref[Engine]", index: int, life: "Life | None" = None
+    ) -> "ShardedGradient":
         guard = torch.Tensor._make_subclass(ShardedGradient, slot)
         guard._engine = engine
         guard._index = index
+        guard._life = life or Life()
         return guard
+
+    def outlives_window(self, kept: int, norm: float) -> None:
+        """It was dropped from its parameter (``zero_grad``, ``.grad = None``), somebody holds it, and its memory is its own."""
+        self._life.kept = kept
+        self._life.norm = norm
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: "dict | None" = None) -> Any:
-        handler = HANDLERS.get(func)
-        if handler is None:
-            return _read(func, args, kwargs or {})
-        return handler(func, args, kwargs or {})
+        try:
+            return HANDLERS.get(func, _read)(func, args, kwargs or {})
+        except Outlived:
+            return _outlived(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(f"{_label(self)} cannot be pickled or copied: it is one rank's view; use model.full_grad(parameter)")
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(2)
+
+    # torch does not ask __torch_function__ about these two.
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(f"set_: {_label(self)} is a part of its bucket and cannot be given other memory; use copy_()")
+
+    def as_subclass(self, cls: type) -> Any:
+        raise UsageError(f"as_subclass: {_label(self)} is sharded over the ranks; use model.full_grad(parameter)")
 
     def __format__(self, specification: str) -> str:
         return format(repr(self), specification)
@@ -60,6 +94,8 @@ class ShardedGradient(torch.Tensor):
 
 
 def _engine_of(guard: ShardedGradient) -> "Engine":
+    if guard._life.kept is not None:
+        raise Outlived
     engine = guard._engine() if guard._engine is not None else None
     if engine is None or engine.closed:
         raise UsageError("this gradient belongs to a model that is no longer wrapped")
@@ -81,6 +117,11 @@ def _metadata(func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
 
 
+def _like(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``x.view_as(g)``: only the shape of the second is asked for."""
+    return (_read if isinstance(args[0], ShardedGradient) else _metadata)(func, args, kwargs)
+
+
 def _type(func: Callable, args: tuple, kwargs: dict) -> Any:
     """``g.type()`` asks, ``g.type(dtype)`` converts."""
     return (_metadata if len(args) == 1 and not kwargs else _read)(func, args, kwargs)
@@ -90,19 +131,35 @@ def _alias(func: Callable, args: tuple, kwargs: dict) -> Any:
     """``g.data``, ``g.detach()``: the same gradient again."""
     guard = args[0]
     with Plain():
-        return ShardedGradient.over(guard, guard._engine, guard._index)
+        return ShardedGradient.over(guard, guard._engine, guard._index, guard._life)
+
+
+def _outlived(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Gradients that were dropped from their parameters while somebody held them: as in torch they keep their values. Those
+    of this rank alone (under no_sync) are ordinary tensors now; of reduced ones there is this rank's piece and the norm."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, ShardedGradient) or value._life.kept is None:
+            return value
+        if value._life.kept == KEPT_ALL:
+            with Plain():
+                return torch.Tensor._make_subclass(torch.Tensor, value)
+        raise UsageError(
+            f"{getattr(func, '__name__', func)}: {_label(value)} was kept past zero_grad(set_to_none=True), and of it only "
+            "this rank's piece is left; take model.full_grad(parameter) before zero_grad"
+        )
+
+    args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _read(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Any other use. Under no_sync this rank's local gradient is the right answer, as in DDP; otherwise there is none."""
     guards = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedGradient)]
     name = getattr(func, "__name__", str(func))
-    local = all(not _engine_of(g).core.sync and _engine_of(g).core.local(g._index) for g in guards)
     in_place = name.endswith("_") and not name.endswith("__")
-    if local and not in_place:
-        plain = {id(g): _engine_of(g).slots[g._index]["grad"] for g in guards}
-        args, kwargs = torch.utils._pytree.tree_map(lambda a: plain.get(id(a), a), (args, kwargs))
-        return func(*args, **kwargs)
+    if not in_place and all(_is_local(g) for g in guards):
+        return _on_local(func, args, kwargs)
     what = _label(guards[0]) if guards else "a gradient"
     raise UsageError(
         f"{name}: {what} is sharded over the ranks, and this call needs all of it. Use model.full_grad(parameter) "
@@ -110,12 +167,33 @@ def _read(func: Callable, args: tuple, kwargs: dict) -> Any:
     )
 
 
+def _is_local(guard: ShardedGradient) -> bool:
+    core, index = _engine_of(guard).core, guard._index
+    return core.gradient(index) == LOCAL or (not core.sync and core.local(index))
+
+
+def _on_local(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """On plain tensors over this rank's own gradients."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, ShardedGradient):
+            return value
+        return _engine_of(value).local_gradient(value._index) if _is_local(value) else _read(func, (value,), {})
+
+    args, kwargs = torch.utils._pytree.tree_map(plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _leaves(tree: Any) -> list:
     return torch.utils._pytree.tree_leaves(tree)
 
 
 def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
-    value = _engine_of(guard).norm(guard._index, float(order))
+    life = guard._life
+    if life.kept == KEPT_PIECE and order == 2.0 and life.norm == life.norm:
+        value = life.norm
+    else:
+        value = _engine_of(guard).norm(guard._index, float(order))
     with Plain():
         return torch.tensor(value, dtype=guard.dtype)
 
@@ -163,7 +241,10 @@ def _scale(func: Callable, args: tuple, kwargs: dict) -> Any:
     if factor is None:
         return _elementwise(func, args, kwargs)
     engine = _engine_of(guard)
-    if engine.ensure_closed(guard._index):
+    state = engine.settled(guard._index)
+    if state == LOCAL:
+        _on_local(func, args, kwargs)
+    elif state == HELD:
         engine.core.scale(guard._index, factor if func in MULTIPLY else _inverse(factor))
     return guard
 
@@ -178,14 +259,17 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     if not isinstance(guard, ShardedGradient):
         return _read(func, args, kwargs)
     engine = _engine_of(guard)
-    if not engine.ensure_closed(guard._index):
+    state = engine.settled(guard._index)
+    if state == LOCAL:
+        return guard if _on_local(func, args, kwargs) is not NotImplemented else NotImplemented
+    if state != HELD:
         return guard
     slot = engine.slots[guard._index]
     engine.core.materialise(guard._index)
 
     def cut(value: Any) -> Any:
         if isinstance(value, ShardedGradient):
-            if value._index != guard._index or not engine.ensure_closed(value._index):
+            if value._index != guard._index:
                 return _read(func, (value,), {})
             return slot["piece_grad"]
         if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -207,6 +291,8 @@ def _zero(func: Callable, args: tuple, kwargs: dict) -> Any:
     if not engine.placed(index):  # not in the layout yet: memory of its own
         with Plain():
             func(args[0])
+    elif engine.core.gradient(index) == LOCAL:
+        _on_local(func, args, kwargs)
     else:
         engine.core.zero(index)
     return args[0]
@@ -227,18 +313,16 @@ def _unscale(func: Callable, args: tuple, kwargs: dict) -> None:
     """GradScaler's check-and-unscale: ranks agree on ``found_inf``."""
     tensors, found_inf, inverse_scale = args
     plain = [t for t in tensors if not isinstance(t, ShardedGradient)]
-    guards = [t for t in tensors if isinstance(t, ShardedGradient)]
+    guards = [(t, _engine_of(t)) for t in tensors if isinstance(t, ShardedGradient)]
     if plain:
         func(plain, found_inf, inverse_scale)
-    for guard in guards:
-        engine = _engine_of(guard)
+    for guard, engine in guards:
         norm = engine.norm(guard._index, 2.0)
         if not (norm - norm == 0.0):
             found_inf.fill_(1.0)
     factor = float(inverse_scale)
-    for guard in guards:
-        engine = _engine_of(guard)
-        if engine.ensure_closed(guard._index):
+    for guard, engine in guards:
+        if engine.settled(guard._index) == HELD:
             engine.core.scale(guard._index, factor)
 
 
@@ -275,6 +359,12 @@ _register(
     + [getattr(Tensor, name).__set__ for name in ("requires_grad", "grad") if hasattr(Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_conj],
 )
+_register(
+    _metadata,
+    _methods("new_zeros new_ones new_full new_empty")
+    + [torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like],
+)
+_register(_like, _methods("view_as expand_as reshape_as type_as"))
 _register(_type, [Tensor.type])
 _register(_alias, [Tensor.data.__get__, Tensor.detach, torch.detach])
 _register(

@@ -79,7 +79,7 @@ class Synchronised:
           ``overlapped_seconds``: in a backward's hooks; ``update_seconds``: in the fused update;
         - ``memory``, bytes now: ``params``, ``grads``, ``padding`` (of their buckets), ``master``, ``optimizer`` (state),
           ``carry`` (of late gradient, until the close);
-        - ``buckets``, ``transport``, ``rank``, ``world``.
+        - ``skipped_steps``, by ``skip_nonfinite``; ``buckets``, ``transport``, ``rank``, ``world``.
         """
         engine = self._engine
         return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
@@ -166,6 +166,8 @@ def wrap(
     bucket_cap_mb: "float | None" = None,
     accumulate: int = 1,
     elementwise: bool = False,
+    clip_grad_norm: "float | None" = None,
+    skip_nonfinite: bool = False,
     timeout: "float | timedelta" = 600.0,
     init_sync: bool = True,
     broadcast_buffers: bool = True,
@@ -193,7 +195,7 @@ def wrap(
             accumulated and summed in FP32, which is at least as exact.
         bucket_cap_mb: size of a gradient bucket in MiB.
         accumulate: with K > 1 only every K-th backward of a window synchronises by itself.
-        elementwise: see :class:`shardstep.ShardedOptimizer`.
+        elementwise, clip_grad_norm, skip_nonfinite: of the optimizer; see :class:`shardstep.ShardedOptimizer`.
         timeout: seconds (or a timedelta) after which a wait for a peer raises :class:`shardstep.TimeoutError`.
         init_sync: broadcast rank 0's parameters and buffers first. Models are compared in any case.
         broadcast_buffers: rank 0's buffers (BatchNorm's statistics) become everyone's with every step and at the start; with
@@ -231,7 +233,9 @@ def wrap(
     if optimizer is None:
         return module
     try:
-        return module, ShardedOptimizer(optimizer, module, elementwise=elementwise)
+        return module, ShardedOptimizer(
+            optimizer, module, elementwise=elementwise, clip_grad_norm=clip_grad_norm, skip_nonfinite=skip_nonfinite
+        )
     except BaseException:
         module.unwrap()
         raise

@@ -2,6 +2,8 @@
 
 import array
 import copy
+import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardstep._engine import AT_STEP, LOW, Engine, collector_paused, engines, indices
+from shardstep._engine import AT_STEP, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
 from shardstep._full_state import extend_torch
@@ -33,18 +35,40 @@ class ShardedOptimizer(Optimizer):
         model: a module that went through :func:`shardstep.wrap`, or a :class:`shardstep.DistributedDataParallel`, which
             thereby turns from replicated to sharded.
         elementwise: say that an optimizer class of your own updates each element from that element's own values alone.
+        clip_grad_norm: before each update, clip the gradients of this optimizer's parameters to this global L2 norm, as
+            ``torch.nn.utils.clip_grad_norm_`` of these parameters would, without a pass over them.
+        skip_nonfinite: a step in which that norm is NaN or infinite changes nothing: no weight, no state, no count of steps.
 
-    ``param_groups`` hold the model's own parameters and ``state`` is keyed by them; state tensors are this rank's flat
-    pieces. Raises :class:`shardstep.UsageError` for optimizers that need whole matrices or all parameters.
+    The construction is collective. ``param_groups`` hold the model's own parameters and ``state`` is keyed by them; state
+    tensors are this rank's flat pieces. After a step ``grad_norm`` is the norm before clipping (None unless one of the two
+    options asks for it), ``step_was_skipped`` says whether ``skip_nonfinite`` skipped that step, alike on all ranks, and
+    ``skipped_steps`` how many it has skipped so far.
+
+    Raises:
+        UsageError: for optimizers that need whole matrices or all parameters, and options that cannot be used.
+        MismatchError: ranks have different optimizers or options; on every rank alike.
     """
 
     @collector_paused()
-    def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        elementwise: bool = False,
+        clip_grad_norm: "float | None" = None,
+        skip_nonfinite: bool = False,
+    ):
         from shardstep._module import sharded_engine_of
 
         if isinstance(optimizer, ShardedOptimizer):
             raise UsageError("this optimizer is sharded already")
         _refuse(optimizer, elementwise)
+        self._max_norm = _max_norm(clip_grad_norm)
+        self._skip_nonfinite = skip_nonfinite
+        self.grad_norm: float | None = None
+        self.step_was_skipped = False
+        self.skipped_steps = 0
         self.engine = sharded_engine_of(model)
         self.wrapped = optimizer
         self._rule: FusedRule | TorchRule | None = None
@@ -117,12 +141,43 @@ class ShardedOptimizer(Optimizer):
         if engine.closed:
             raise UsageError("the model was unwrapped; this optimizer no longer has anything to step")
         engine.check()
-        engine.close(AT_STEP)
-        self._rule.step()
+        wants_norm = self._skip_nonfinite or self._max_norm is not None
+        engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING)
+        self.step_was_skipped = wants_norm and not self._clip()
+        if not self.step_was_skipped:
+            self._rule.step()
         engine.core.gather()
         engine.note_step()
         self.wrapped._opt_called = True  # for schedulers that were built on it
         return loss
+
+    def _clip(self) -> bool:
+        """Notes the norm and clips. False when the step is to be skipped."""
+        placed, _ = self._split()
+        limit = float("inf") if self._max_norm is None else self._max_norm
+        norm = self.grad_norm = self.engine.core.clip(placed, limit, self._skip_nonfinite)
+        if math.isfinite(norm) or not self._skip_nonfinite:
+            return True
+        self.skipped_steps += 1
+        self.engine.skipped_steps += 1
+        if self.skipped_steps == 1 and self.engine.group.rank == 0:
+            culprit = next(i for i in placed if not math.isfinite(self.engine.norm(i, 2.0)))
+            warnings.warn(
+                f"skip_nonfinite: the norm of the gradients is {norm}, so this step is skipped on all ranks; the first that is "
+                f"not finite is that of parameter {self.engine.names[culprit]!r}. This is said once; skipped steps are counted "
+                "in optimizer.skipped_steps",
+                stacklevel=5,
+            )
+        return False
+
+    def _split(self) -> "tuple[array.array, list[torch.Tensor]]":
+        """Our parameters that are in the layout, by index, and the others."""
+        if self._members is None:
+            everyone = [p for group in self.param_groups for p in group["params"]]
+            placed = [i for p in everyone if (i := self.engine.index.get(id(p))) is not None and self.engine.placed(i)]
+            inside = {id(self.engine.params[i]) for i in placed}
+            self._members = indices(placed), [p for p in everyone if id(p) not in inside]
+        return self._members
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: gradients become None, or zero. Local; drops what has not been stepped with."""
@@ -130,12 +185,7 @@ class ShardedOptimizer(Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
-        if self._members is None:
-            everyone = [p for group in self.param_groups for p in group["params"]]
-            placed = [i for p in everyone if (i := self.engine.index.get(id(p))) is not None and self.engine.placed(i)]
-            inside = {id(self.engine.params[i]) for i in placed}
-            self._members = indices(placed), [p for p in everyone if id(p) not in inside]
-        owned, others = self._members
+        owned, others = self._split()
         self.engine.core.drop(owned)
         for parameter in others:
             parameter.grad = None
@@ -194,6 +244,12 @@ class ShardedOptimizer(Optimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
         return self._rule.bytes()
+
+
+def _max_norm(value: "float | None") -> "float | None":
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        raise UsageError(f"clip_grad_norm must be a positive number or None, not {value!r}")
+    return value
 
 
 def _refuse(optimizer: Optimizer, elementwise: bool) -> None:

@@ -108,6 +108,11 @@ static ss_code fold_beside(void *ctx, int32_t i, ss_error *err)
     drop_beside(f, i);
     return SS_OK;
 }
+static ss_code dropped(void *ctx, int32_t i, ss_kept kept, int64_t begin, int64_t numel, double norm, ss_error *err)
+{
+    (void)ctx, (void)i, (void)kept, (void)begin, (void)numel, (void)norm, (void)err;
+    return SS_OK; /* nobody holds a gradient here */
+}
 static void written(void *ctx, int32_t i)
 {
     (void)ctx;
@@ -340,7 +345,7 @@ static void *run_rank(void *argument)
     ss_engine_config config = {.size = sizeof config, .n_params = PARAMS, .specs = specs, .names = names,
                                .bucket_bytes = 1200, .sharded = 1, .accumulate = 1};
     ss_framework calls = {&f,   kind_of,    wants_place, bind_grad,   unbind_grad, casts,
-                          fold, fold_piece, add_beside,  fold_beside, drop_beside, written, NULL, NULL};
+                          fold, fold_piece, add_beside,  fold_beside, drop_beside, written, dropped, NULL, NULL};
     MUST(ss_engine_create(&config, transport, ss_kernels_get(NULL), &calls, NULL, &f.engine, &err));
     MUST(ss_engine_place(f.engine, all, PARAMS, &err));
     MUST(ss_engine_set_divide_factor(f.engine, 1.0, &err));

@@ -1,0 +1,250 @@
+// The framework calls of the engine: what a parameter's .grad is, moved into and out of its slot. See shim.h.
+#include "shim/shim_private.hpp"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+using namespace ss_shim_private;
+
+namespace {
+
+[[noreturn]] void throw_pending()
+{
+    python_error error;
+    error.persist();
+    throw error;
+}
+
+// The engine, also in another thread's backward, never sees a gradient as hidden.
+Param& at_ctx(void* ctx, int32_t i)
+{
+    Param& p = static_cast<ss_shim*>(ctx)->params[i];
+    show(p);
+    return p;
+}
+const ss_kernels* kernels_of(void* ctx) { return static_cast<ss_shim*>(ctx)->kernels; }
+
+ss_grad_kind kind(void* ctx, int32_t i)
+{
+    Param& p = at_ctx(ctx, i);
+    const at::Tensor& grad = p.variable.grad();
+    if (!grad.defined()) {
+        return SS_GRAD_NONE;
+    }
+    if (grad.unsafeGetTensorImpl() == p.bound.unsafeGetTensorImpl()) {
+        return SS_GRAD_BOUND;
+    }
+    if (!grad.has_storage()) {
+        return SS_GRAD_OTHER;
+    }
+    const c10::StorageImpl* memory = grad.storage().unsafeGetStorageImpl();
+    if (memory == p.slot.storage().unsafeGetStorageImpl() && same_memory_order(grad, p.slot)) {
+        p.variable.mutable_grad() = p.bound;  // `p.grad = p.grad.detach()`: the same gradient
+        return SS_GRAD_BOUND;
+    }
+    bool stale = std::any_of(p.pieces.begin(), p.pieces.end(), [memory](const auto& piece) {
+        auto alive = piece.lock();
+        return alive.get() == memory;
+    });
+    return stale ? SS_GRAD_STALE : SS_GRAD_OTHER;
+}
+
+int wants_place(void* ctx, int32_t i) { return at_ctx(ctx, i).variable.requires_grad(); }
+void bind(void* ctx, int32_t i)
+{
+    Param& p = at_ctx(ctx, i);
+    p.variable.mutable_grad() = p.bound;
+}
+void unbind(void* ctx, int32_t i) { at_ctx(ctx, i).variable.mutable_grad().reset(); }
+void written(void* ctx, int32_t i)
+{
+    at::Tensor& variable = at_ctx(ctx, i).variable;
+    if (!variable.is_inference()) {
+        variable.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
+bool is_low(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+// dst := grad or dst += grad, both dense on the CPU and of one memory order. False when the kernels have no such loop.
+bool fold_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::Tensor& grad, bool add)
+{
+    void* to = dst.data_ptr();
+    const void* from = grad.const_data_ptr();
+    if (grad.scalar_type() == dst.scalar_type() && !add) {
+        if (from != to) {
+            kernels->copy_through(to, from, static_cast<int64_t>(dst.nbytes()));
+        }
+        return true;
+    }
+    if (dst.scalar_type() == at::kFloat && is_low(grad.scalar_type())) {
+        bool bf16 = grad.scalar_type() == at::kBFloat16;
+        auto loop = add ? (bf16 ? kernels->add_bf16 : kernels->add_f16) : (bf16 ? kernels->bf16_to_f32 : kernels->f16_to_f32);
+        loop(static_cast<float*>(to), static_cast<const uint16_t*>(from), dst.numel());
+        return true;
+    }
+    return false;
+}
+
+// dst := grad or dst += grad, with dst a plain dense tensor.
+void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad, bool add = false)
+{
+    TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
+    if (same_memory_order(grad, dst) && dst.is_cpu() && fold_elements(kernels, dst, grad, add)) {
+        return;
+    }
+    at::NoGradGuard no_grad;
+    if (add) {
+        dst.add_(grad.detach());
+    } else {
+        dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
+    }
+}
+
+ss_code guarded(ss_error* err, const std::function<void()>& body)
+{
+    try {
+        body();
+        return SS_OK;
+    } catch (const c10::Error& e) {
+        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s",
+                       e.what_without_backtrace());
+    } catch (const std::exception& e) {
+        return ss_fail(err, SS_ERR_USAGE, "a gradient could not be copied into its bucket: %s", e.what());
+    }
+}
+
+int casts(void* ctx, int32_t i)
+{
+    const Param& p = at_ctx(ctx, i);
+    return is_low(p.dtype) && !ag::impl::post_acc_grad_hooks(p.variable);
+}
+
+ss_code fold(void* ctx, int32_t i, bool add, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.variable.grad(), add); });
+}
+
+ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] {
+        at::Tensor grad = p.variable.grad();
+        if (!same_memory_order(grad, p.slot) || grad.scalar_type() != p.slot.scalar_type()) {
+            at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
+            fold_gradient(kernels_of(ctx), whole, grad);
+            grad = whole;
+        }
+        size_t size = grad.element_size();
+        std::memcpy(dst, static_cast<const char*>(grad.data_ptr()) + begin * size, numel * size);
+    });
+}
+
+ss_code add_beside(void* ctx, int32_t i, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    return guarded(err, [&] {
+        at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
+        fold_gradient(kernels_of(ctx), late, p.variable.grad());
+        if (p.beside.defined()) {
+            at::NoGradGuard no_grad;
+            p.beside.add_(late);
+        } else {
+            p.beside = late;
+        }
+    });
+}
+
+ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
+{
+    Param& p = at_ctx(ctx, i);
+    ss_code code = guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.beside); });
+    p.beside.reset();
+    return code;
+}
+
+void drop_beside(void* ctx, int32_t i) { at_ctx(ctx, i).beside.reset(); }
+
+// What users hold of p's gradient gets memory of its own, with elements [begin, begin + numel) of the slot in it. Returns
+// a tensor over the slot.
+at::Tensor separate(Param& p, int64_t begin, int64_t numel)
+{
+    c10::StorageImpl* storage = p.slot.storage().unsafeGetStorageImpl();
+    size_t bytes = storage->nbytes(), element = p.slot.element_size();
+    char* memory = static_cast<char*>(std::calloc(1, bytes));  // pages that stay zero cost nothing
+    if (memory == nullptr) {
+        throw std::bad_alloc();
+    }
+    std::memcpy(memory + begin * element, static_cast<const char*>(p.slot.const_data_ptr()) + begin * element, numel * element);
+    at::DataPtr slot = storage->set_data_ptr(at::DataPtr(memory, memory, std::free, at::kCPU));
+    at::NoGradGuard no_grad;
+    at::Tensor over = at::empty({0}, p.slot.options());
+    over.set_(at::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(slot), nullptr, false), 0, p.slot.sizes(),
+              p.slot.strides());
+    return over;
+}
+
+ss_code dropped(void* ctx, int32_t i, ss_kept kept, int64_t begin, int64_t numel, double norm, ss_error* err)
+{
+    ss_shim* shim = static_cast<ss_shim*>(ctx);
+    Param& p = at_ctx(ctx, i);
+    if (p.slot.numel() == 0 || !more(holders_of(p), p.ours)) {
+        return SS_OK;
+    }
+    PyGILState_STATE gil = PyGILState_Ensure();
+    ss_code code = guarded(err, [&] {
+        at::Storage held = p.slot.storage();
+        at::Tensor slot = separate(p, begin, numel);
+        if (kept == SS_KEPT_PIECE || kept == SS_KEPT_NOTHING) {
+            p.pieces.erase(std::remove_if(p.pieces.begin(), p.pieces.end(), [](const auto& w) { return w.expired(); }),
+                           p.pieces.end());
+            p.pieces.emplace_back(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(held.unsafeGetStorageImpl()));
+        }
+        if (shim->guard != nullptr) {
+            PyObject* told = PyObject_CallMethod(p.object, "outlives_window", "id", static_cast<int>(kept), norm);
+            if (told == nullptr) {
+                throw_pending();
+            }
+            Py_DECREF(told);
+        }
+        p.slot = std::move(slot);
+        bind_new(shim, i);
+    });
+    PyGILState_Release(gil);
+    return code;
+}
+
+}  // namespace
+
+void ss_shim_private::bind_new(ss_shim* shim, int32_t i)
+{
+    Param& p = shim->params[i];
+    PyObject* bound = THPVariable_Wrap(p.slot);
+    if (bound != nullptr && shim->guard != nullptr) {
+        bound = PyObject_CallFunction(shim->guard, "Ni", bound, static_cast<int>(i));
+    }
+    if (bound == nullptr) {
+        throw_pending();
+    }
+    Py_XDECREF(p.object);
+    p.object = bound;
+    p.bound = THPVariable_Unpack(bound);
+    p.ours = holders_of(p);
+}
+
+extern "C" {
+
+ss_framework ss_shim_framework(ss_shim* shim)
+{
+    return ss_framework{shim,       kind,       wants_place, bind,        unbind,  casts,   fold,
+                        fold_piece, add_beside, fold_beside, drop_beside, written, dropped, ss_shim_span_begin,
+                        ss_shim_span_end};
+}
+
+}  // extern "C"

@@ -1,0 +1,95 @@
+"""What ranks tell each other while they save and load: apart from training, which may go on meanwhile."""
+
+import pickle
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardstep import _C
+from shardstep._errors import CheckpointError, Error, MismatchError
+from shardstep._groups import Group, open_transport, seconds
+
+T = TypeVar("T")
+
+
+class Channel:
+    """A transport of its own between the ranks of a model. Opening it is collective."""
+
+    def __init__(self, process_group: "dist.ProcessGroup | None", transport: str, timeout: float):
+        group = Group(process_group)
+        self.rank, self.world = group.rank, group.world
+        self.broken = False
+        self._transport = open_transport(transport, group, timeout)
+        weakref.finalize(self, group.release).atexit = False
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective. Raises PeerLostError, TimeoutError or AbortedError, naming the
+        rank."""
+        try:
+            return [pickle.loads(zlib.decompress(m)) for m in _C.exchange(self._transport, _packed(value))]
+        except BaseException:
+            self.broken = True
+            raise
+
+    def agree(self, doing: str, action: "Callable[[], T]") -> list[T]:
+        """Every rank's result of ``action()``. Collective. Raises on every rank when the action has raised on any."""
+        cause: Exception | None = None
+        try:
+            mine: Any = True, action()
+        except Exception as error:
+            cause, mine = error, (False, (type(error).__name__, str(error)))
+        except BaseException:  # Ctrl-C: the others need not wait
+            self.broken = True
+            _C.fail(self._transport, f"rank {self.rank} was interrupted while {doing}")
+            raise
+        try:
+            outcomes = self.exchange(mine)
+        except Error as error:
+            raised = type(error)(f"while {doing}: {error}")
+            raised.rank = error.rank
+            raise raised from cause
+        failures = {rank: reason for rank, (done, reason) in enumerate(outcomes) if not done}
+        if failures:
+            reasons = "; ".join(f"rank {rank}: {name}: {text}" for rank, (name, text) in failures.items())
+            failed = CheckpointError(f"while {doing}: {reasons}")
+            failed.rank = min(failures)
+            raise failed from cause
+        return [result for _, result in outcomes]
+
+    def locally(self, doing: str, action: "Callable[[], T]") -> T:
+        """As :meth:`agree`, for a result that is of no use to the others."""
+        results: list[T] = []
+        self.agree(doing, lambda: results.append(action()))
+        return results[0]
+
+    def require_equal(self, doing: str, values: "list[dict[str, Any]]") -> None:
+        """Raises the same MismatchError on every rank when what the ranks have said differs."""
+        for rank, theirs in enumerate(values):
+            for name, value in theirs.items():
+                if value != values[0][name]:
+                    error = MismatchError(
+                        f"while {doing}: rank 0 was called with {name}={values[0][name]!r} and rank {rank} with "
+                        f"{name}={value!r}; every rank makes the same call"
+                    )
+                    error.rank = rank
+                    raise error
+
+
+def _packed(value: Any) -> bytes:
+    return zlib.compress(pickle.dumps(value), 1)
+
+
+#: Each engine's channel, from its first save or load on.
+CHANNELS: "weakref.WeakKeyDictionary[Any, Channel]" = weakref.WeakKeyDictionary()
+
+
+def channel_of(engine: Any) -> Channel:
+    """Collective the first time, and the first time after a failure."""
+    channel = CHANNELS.get(engine)
+    if channel is None or channel.broken:
+        timeout = seconds(engine.settings["timeout"])
+        channel = CHANNELS[engine] = Channel(engine.group.process_group, engine.core.transport, timeout)
+    return channel

@@ -1,0 +1,175 @@
+"""``save``."""
+
+import logging
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from shardstep._errors import UsageError
+from shardstep._flat_shard import FlatShard
+from shardstep.checkpoint import _folder, _ranks
+from shardstep.checkpoint._channel import Channel, channel_of
+from shardstep.checkpoint._folder import File, Manifest
+from shardstep.checkpoint._progress import progress_bar
+from shardstep.checkpoint._state import Pair
+from shardstep.checkpoint._storage import METADATA, Writer
+
+#: What each engine is writing in the background.
+PENDING: "weakref.WeakKeyDictionary[Any, Saving]" = weakref.WeakKeyDictionary()
+
+
+class Saving:
+    """A checkpoint that has been written, or is being written in the background.
+
+    ``path`` is where it is, once it is complete."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._future: Future[None] = Future()
+        self._told = False  # of what went wrong
+
+    def done(self) -> bool:
+        """Whether it is written, or has failed. Local."""
+        return self._future.done()
+
+    def result(self, timeout: "float | None" = None) -> Path:
+        """Waits until it is written, at most ``timeout`` seconds (then raises ``TimeoutError``), and returns ``path``. Raises
+        what went wrong, on every rank alike."""
+        try:
+            self._future.result(timeout)
+        finally:
+            self._told = self._future.done()
+        return self.path
+
+
+def save(
+    dir: "str | os.PathLike",
+    model: Any,
+    optimizer: "Optimizer | Iterable[Optimizer] | None" = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: "int | None" = None,
+    async_: bool = False,
+) -> Saving:
+    """Writes a checkpoint of a wrapped model and its optimizer (or optimizers) into the folder ``dir``, which all ranks see and
+    which belongs to one run. Collective, between steps.
+
+    It has the model's weights (FP32 masters where there are such) and buffers, the optimizer's state and options, each rank's
+    random state and each rank's ``extra``; and is complete, on disk, before it gets its name, ``dir/step-<step>``.
+
+    Args:
+        step: a number that grows; the checkpoint with the highest is the newest.
+        extra: what :func:`load` shall give back to this rank (rank 0's to ranks that are new): tensors, numbers, strings and
+            containers of them, such as the ``state_dict()`` of a scheduler, a scaler or a loader.
+        keep: after it, remove all but this many of the newest checkpoints.
+        async_: return when this rank's part is copied, and write in the background. A crash leaves the earlier checkpoint;
+            the next save waits for this one first, and raises what went wrong with it.
+
+    Raises :class:`shardstep.CheckpointError`, on every rank: a rank could not write, and why. The training is as it was, and so
+    are earlier checkpoints.
+    """
+    pair = Pair(model, optimizer)
+    channel = channel_of(pair.engine)
+    before = PENDING.pop(pair.engine, None)
+    if before is not None and not before._told:
+        before.result()
+    task = _Task(channel, Path(dir), pair, dict(step=step, keep=keep, async_=async_), extra)
+    if not async_:
+        with progress_bar(channel.rank, task.doing, task.bytes()) as task.progress:
+            task.run()
+        task.saving._future.set_result(None)
+        return task.saving
+    task.detach()
+    PENDING[pair.engine] = task.saving
+    threading.Thread(target=task.run_in_background, name="shardstep-checkpoint").start()
+    return task.saving
+
+
+class _Task:
+    """One save, on one rank."""
+
+    def __init__(self, channel: Channel, folder: Path, pair: Pair, options: "dict[str, Any]", extra: Any):
+        self.doing = f"saving a checkpoint to {folder}"
+        self.progress: Callable[[int], None] = lambda n: None
+        self._channel, self._folder = channel, folder
+
+        def prepare() -> "tuple[dict[str, Any], str]":
+            _check(options)
+            self._state = pair.to_save()
+            self._own = _ranks.packed(extra, {})
+            return {"dir": str(folder), **options}, _ranks.digest(pair.buffers())
+
+        answers = channel.agree(self.doing, prepare)
+        channel.require_equal(self.doing, [said for said, _ in answers])
+        if any(buffers != answers[0][1] for _, buffers in answers):
+            self._own = _ranks.packed(extra, pair.buffers())
+        self._step, self._keep = operator.index(options["step"]), options["keep"]
+        self.saving = Saving(_folder.path_of(folder, self._step))
+        self.doing = f"saving {self.saving.path}"
+
+    def bytes(self) -> int:
+        """Of the tensors that this rank writes."""
+        leaves = torch.utils._pytree.tree_leaves(self._state)
+        return sum((t.local if isinstance(t, FlatShard) else t).nbytes for t in leaves if isinstance(t, torch.Tensor))
+
+    def detach(self) -> None:
+        """From here on the training may change its tensors."""
+        self._state = tree_map_only(torch.Tensor, torch.clone, self._state)
+
+    def run(self) -> None:
+        channel = self._channel
+        first = channel.rank == 0
+        partial = channel.agree(self.doing, lambda: _folder.begin(self._folder, self._step) if first else None)[0]
+        try:
+            parts = channel.agree(self.doing, lambda: self._write(partial))
+            channel.agree(self.doing, lambda: self._finish(partial, parts) if first else None)
+        except BaseException:
+            if first:
+                _folder.abandon(partial)
+            raise
+
+    def run_in_background(self) -> None:
+        try:
+            self.run()
+            self._state = {}
+            self.saving._future.set_result(None)
+        except BaseException as error:
+            logging.getLogger("shardstep").error("%s: %s", type(error).__name__, error)  # result() may never be called
+            self.saving._future.set_exception(error)
+
+    def _write(self, partial: Path) -> "tuple[Any, Any, dict[str, File]]":
+        rank = self._channel.rank
+        if not partial.is_dir():
+            raise FileNotFoundError(
+                f"{partial}, which rank 0 has made, is not there for rank {rank}; all ranks need the same file system"
+            )
+        self._writer = Writer(partial, rank, self._channel.world, self.progress)
+        plan, results, files = self._writer.write(self._state)
+        own = partial / _ranks.name_of(rank)
+        _folder.write(own, self._own)
+        return plan, results, {**files, own.name: _folder.digest(own)}
+
+    def _finish(self, partial: Path, parts: "list[tuple[Any, Any, dict[str, File]]]") -> None:
+        files = {name: file for _, _, written in parts for name, file in written.items()}
+        files[METADATA] = self._writer.finish([plan for plan, _, _ in parts], [results for _, results, _ in parts])
+        manifest = Manifest(self._step, self._channel.world, False, files)
+        _folder.commit(partial, self.saving.path, manifest, self._keep)
+
+
+def _check(options: "dict[str, Any]") -> None:
+    for name, least in (("step", 0), ("keep", 1)):
+        value = options[name]
+        if value is None and name == "keep":
+            continue
+        if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
+            raise UsageError(f"{name} must be an integer of at least {least}, not {value!r}")

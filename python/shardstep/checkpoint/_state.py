@@ -1,0 +1,305 @@
+"""What a wrapped model and its optimizers have to save, and where what is loaded goes: by the names of the plain model.
+
+The tree is that of torch's ``get_state_dict``, so that any program with DCP can read it; but a parameter with an FP32 master
+is saved as that, and every large tensor as the part of it that this rank writes.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict
+from torch.optim import Optimizer
+
+from shardstep._engine import Engine, indices
+from shardstep._errors import CheckpointError, UsageError
+from shardstep._flat_shard import Cut, FlatShard, is_dense, memory_order
+from shardstep._module import Synchronised
+from shardstep._optim import ShardedOptimizer
+from shardstep._rules import MASTER, SCALAR_STATE
+from shardstep.checkpoint._storage import read
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+EXTRA_STATE = "_extra_state"
+OPTIMIZER_NAMES = (OPTIMIZER, "optim")  # as others call it
+
+
+class Pair:
+    """A wrapped model and its optimizers, with names. Raises UsageError where they are not."""
+
+    def __init__(self, model: Any, optimizers: "Optimizer | Iterable[Optimizer] | None"):
+        if not isinstance(model, Synchronised):
+            raise UsageError(f"the model, a {type(model).__name__}, is not wrapped: pass what shardstep.wrap() returned")
+        self.model = model
+        self.engine: Engine = model._engine
+        if optimizers is None:
+            optimizers = ()
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedOptimizer):
+                if optimizer._attached() is not self.engine:
+                    raise UsageError("this optimizer belongs to another model")
+            elif self.engine.sharded or not isinstance(optimizer, Optimizer):
+                raise UsageError(
+                    f"the optimizer, a {type(optimizer).__name__}, is not the model's: pass what shardstep.wrap() returned"
+                )
+        self.names = self._names()
+        self.name_of = {id(parameter): name for name, parameter in reversed(self.names.items())}
+
+    def _names(self) -> "dict[str, torch.nn.Parameter]":
+        """Every name of every parameter, as in the plain model; of tied ones the first is what optimizers know."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {fqn: parameter for name, parameter in named for fqn in _get_fqns(self.model, name)}
+
+    def placed(self, parameter: torch.Tensor) -> "int | None":
+        """Its index when this rank owns a part of its master and state."""
+        i = self.engine.index.get(id(parameter)) if self.engine.sharded else None
+        return i if i is not None and self.engine.placed(i) else None
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def to_save(self) -> "dict[str, Any]":
+        """What this rank writes; the tensors are those of the training, not copies. What is alike on all ranks and small is
+        rank 0's to write."""
+        first = self.engine.group.rank == 0
+        model = {}
+        for name, value in get_model_state_dict(self.model).items():
+            parameter = self.names.get(name)
+            if parameter is not None and self.placed(parameter) is not None:
+                model[name] = self._master(self.placed(parameter))
+            elif parameter is not None and parameter.numel() > 0 and is_dense(value):
+                model[name] = self._even_part(value)
+            elif first:
+                model[name] = value
+        tree: dict[str, Any] = {MODEL: model}
+        if self.optimizers:
+            tree[OPTIMIZER] = {"state": {}, "param_groups": []}
+        for optimizer in self.optimizers:
+            saved = optimizer.state_dict()
+            names = [name for name, _ in self._parameters(optimizer)]
+            for position, values in saved["state"].items():
+                tree[OPTIMIZER]["state"][names[position]] = {
+                    key: value
+                    for key, value in values.items()
+                    if key != MASTER and (first or isinstance(value, FlatShard))
+                }
+            if first:
+                groups = [{**group, "params": [names[k] for k in group["params"]]} for group in saved["param_groups"]]
+                tree[OPTIMIZER]["param_groups"] += groups
+        return tree
+
+    def buffers(self) -> "dict[str, torch.Tensor]":
+        """What is saved of the model and is no parameter."""
+        state = get_model_state_dict(self.model)
+        return {name: value for name, value in state.items() if name not in self.names and isinstance(value, torch.Tensor)}
+
+    def _master(self, i: int) -> FlatShard:
+        slot = self.engine.slots[i]
+        piece = slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"]
+        return FlatShard(piece, self.engine.cut(i))
+
+    def _even_part(self, tensor: torch.Tensor) -> FlatShard:
+        """A parameter that all ranks have whole: each writes an equal part."""
+        rank, world = self.engine.group.rank, self.engine.group.world
+        begin, end = (tensor.numel() * r // world for r in (rank, rank + 1))
+        cut = Cut(tensor.shape, begin, end - begin, memory_order(tensor))
+        return FlatShard(cut.of(tensor), cut)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, folder: Path, metadata: Metadata) -> "Callable[[], None]":
+        """What loads everything that the checkpoint has of this pair. Local; :meth:`gather` comes after it. Raises
+        CheckpointError, naming the parameter, when something is missing or of another shape; nothing is changed until then."""
+        saved = Saved(metadata)
+        extra_states = self._extra_states()
+        tree = self._model_targets(saved, extra_states)
+        states = [self._state_targets(optimizer, saved, tree) for optimizer in self.optimizers]
+        options = saved.options(folder) if self.optimizers else {}
+        groups = [self._groups(optimizer, options) for optimizer in self.optimizers]
+
+        def load() -> None:
+            read(folder, metadata, tree)
+            for name, module in extra_states.items():
+                keys = saved.object_keys(name)
+                if keys:
+                    module.set_extra_state(saved.rebuilt({key: tree[key] for key in keys}))
+            for optimizer, state, group in zip(self.optimizers, states, groups):
+                loaded = {position: {key: tree[where] for key, where in keys.items()} for position, keys in state.items()}
+                optimizer.load_state_dict({"state": loaded, "param_groups": group})
+
+        return load
+
+    def gather(self) -> None:
+        """Sends what each rank has loaded of the parameters to the others. Collective."""
+        if self.engine.sharded:
+            core = self.engine.core
+            core.publish(indices(i for i in range(len(self.engine.params)) if self.engine.placed(i)))
+            core.gather()
+            self.engine.masters_loaded = False
+
+    def _extra_states(self) -> "dict[str, torch.nn.Module]":
+        """The modules that override ``get_extra_state``, by what it is saved as."""
+        theirs = {}
+        for prefix, module in self.model.named_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                for fqn in _get_fqns(self.model, f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE):
+                    theirs[fqn] = module
+        return theirs
+
+    def _model_targets(self, saved: "Saved", extra_states: "dict[str, torch.nn.Module]") -> "dict[str, Any]":
+        tree: dict[str, Any] = {}
+        wrong = []
+        state = get_model_state_dict(self.model)
+        for name, value in state.items():
+            key = f"{MODEL}.{name}"
+            if name in extra_states:
+                tree.update({part: saved.target(part) for part in saved.object_keys(name)})
+                continue
+            size = saved.size(key)
+            if size is None:
+                wrong.append(f"it has no {name!r}")
+            elif size != value.shape:
+                wrong.append(f"{name!r} is of shape {tuple(size)} there and of {tuple(value.shape)} here")
+            i = self.placed(self.names[name]) if name in self.names else None
+            if i is None:
+                tree[key] = value
+            else:
+                master = saved.states(name).get(MASTER)  # how get_state_dict has it, beside weights of low precision
+                tree[master or key] = self._master(i)
+        known = {f"{MODEL}.{name}" for name in state}.union(tree)
+        wrong += [f"the model has no {key.removeprefix(MODEL)[1:]!r}" for key in saved.model_keys() if key not in known]
+        if wrong:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise CheckpointError(f"the checkpoint is of another model: {'; '.join(wrong[:5])}{more}")
+        return tree
+
+    def _parameters(self, optimizer: Optimizer) -> "list[tuple[str, torch.Tensor]]":
+        everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in everyone:
+            if id(parameter) not in self.name_of:
+                raise UsageError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's")
+        return [(self.name_of[id(parameter)], parameter) for parameter in everyone]
+
+    def load_buffers(self, buffers: "dict[str, torch.Tensor]") -> None:
+        for name, value in self.buffers().items():
+            if name in buffers:
+                value.copy_(buffers[name])
+
+    def _state_targets(self, optimizer: Optimizer, saved: "Saved", tree: "dict[str, Any]") -> "dict[int, dict[str, str]]":
+        """Where in ``tree`` each parameter's state will be, by position. What the optimizer has already is loaded in place."""
+        states: dict[int, dict[str, str]] = {}
+        for position, (name, parameter) in enumerate(self._parameters(optimizer)):
+            keys = states[position] = {key: where for key, where in saved.states(name).items() if key != MASTER}
+            i = self.placed(parameter)
+            for key, where in keys.items():
+                scalar = parameter.dim() == 0 and key in SCALAR_STATE
+                if i is None or scalar or saved.size(where) != parameter.shape:
+                    tree[where] = saved.target(where)
+                    continue
+                cut = self.engine.cut(i)
+                held = optimizer._rule.to_save(i).get(key)
+                if not isinstance(held, torch.Tensor) or held.shape != (cut.numel,):
+                    held = torch.empty(cut.numel, dtype=saved.dtype(where))
+                tree[where] = FlatShard(held, cut)
+        return states
+
+    def _groups(self, optimizer: Optimizer, options: "dict[str, dict[str, Any]]") -> "list[dict[str, Any]]":
+        """The optimizer's groups with the options that their parameters were saved with. A group of which nothing was saved
+        keeps its own."""
+        groups, position = [], 0
+        for group in optimizer.param_groups:
+            names = [self.name_of[id(parameter)] for parameter in group["params"]]
+            known = [name for name in names if name in options]
+            for name in known[1:]:
+                for option, value in options[known[0]].items():
+                    if option not in options[name] or not _equal(value, options[name][option]):
+                        raise CheckpointError(
+                            f"parameters {known[0]!r} and {name!r} are in one param group here, but were saved with different "
+                            f"values of {option!r}: {value!r} and {options[name].get(option)!r}"
+                        )
+            own = {key: value for key, value in group.items() if key != "params"}
+            members = list(range(position, position + len(names)))
+            groups.append({**own, **(options[known[0]] if known else {}), "params": members})
+            position += len(names)
+        return groups
+
+
+class Saved:
+    """What a checkpoint's metadata says is there, by the names of the tree above."""
+
+    def __init__(self, metadata: Metadata):
+        self._metadata = metadata
+        self._entries = metadata.state_dict_metadata
+        first_two = {tuple(key.split(".", 2)[:2]) for key in self._entries}
+        self._section = next((s for s in OPTIMIZER_NAMES if first_two & {(s, "state"), (s, "param_groups")}), None)
+        self._states: dict[str, dict[str, str]] = {}
+        if not any(key.startswith(f"{MODEL}.") for key in self._entries):
+            raise CheckpointError(f"it has no {MODEL!r}, but {', '.join(sorted({k.split('.')[0] for k in self._entries})[:5])}")
+        prefix = f"{self._section}.state."
+        for where in self._entries:
+            if where.startswith(prefix):
+                name, _, key = where[len(prefix) :].rpartition(".")
+                self._states.setdefault(name, {})[key] = where
+
+    def model_keys(self) -> list[str]:
+        return [key for key in self._entries if key.startswith(f"{MODEL}.")]
+
+    def object_keys(self, name: str) -> list[str]:
+        """Where the parts of an object in the model's state are: DCP takes dicts apart. An empty one leaves no trace."""
+        key = f"{MODEL}.{name}"
+        return [where for where in self._entries if where == key or where.startswith(f"{key}.")]
+
+    def rebuilt(self, parts: "dict[str, Any]") -> Any:
+        """The object of these parts."""
+        root: dict[str, Any] = {}
+        for where, value in parts.items():
+            set_element(root, ("object", *self._metadata.planner_data[where][2:]), value)
+        return root["object"]
+
+    def states(self, name: str) -> "dict[str, str]":
+        """The keys of a parameter's optimizer state, and where each is."""
+        return self._states.get(name, {})
+
+    def size(self, key: str) -> "torch.Size | None":
+        """None for what is not there, or is no tensor."""
+        entry = self._entries.get(key)
+        return entry.size if isinstance(entry, TensorStorageMetadata) else None
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._entries[key].properties.dtype
+
+    def target(self, key: str) -> "torch.Tensor | None":
+        """A new tensor to load it into; None for what is no tensor."""
+        if key not in self._entries:
+            raise CheckpointError(f"the checkpoint is of another model: it has no {key!r}")
+        size = self.size(key)
+        return torch.empty(size, dtype=self.dtype(key)) if size is not None else None
+
+    def options(self, folder: Path) -> "dict[str, dict[str, Any]]":
+        """Each parameter's options in its param group, from either of torch's two forms: groups with a list of names, or
+        options by name (``flatten_optimizer_state_dict=True``)."""
+        if self._section is None:
+            raise CheckpointError("it has no optimizer state; load the model alone, without an optimizer")
+        prefix = f"{self._section}.param_groups."
+        tree = {key: self.target(key) for key in self._entries if key.startswith(prefix)}
+        read(folder, self._metadata, tree)
+        groups: dict[str, dict[str, Any]] = {}
+        for key, value in tree.items():
+            owner, _, option = key[len(prefix) :].rpartition(".")
+            groups.setdefault(owner, {})[option] = value
+        options = {}
+        for owner, group in groups.items():
+            names = group.pop("params", None)
+            for name in [owner] if names is None else names:
+                options[name] = group
+        return options
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+    return bool(a == b)
