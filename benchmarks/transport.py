@@ -1,12 +1,14 @@
 """Reduce-scatter and all-gather over shared memory, against Gloo and MPICH.
 
     python benchmarks/transport.py --quick
-    python benchmarks/transport.py --world 2 3 4
+    python benchmarks/transport.py              (about five minutes)
 
 Sizes are those of the whole buffer in FP32, of which each rank reduces or contributes 1/W; "all_gather bf16" is of as
 many elements in half the bytes. GB/s are bytes of the whole buffer over time. The limit is a plain streaming loop that
-reads and writes as many bytes in each rank's own memory, by as many ranks at a time, on this machine and in this run. A
-repetition takes as long as its slowest rank; times are medians, ratios to shm are of medians and of minima.
+reads and writes as many bytes in each rank's own memory, outside its core's caches, by as many ranks at a time, on this
+machine and in this run. A
+repetition takes as long as its slowest rank; times are medians, ratios to shm are of medians and of minima. Goals hold
+from 4 MB up, so the size is looked at that is farthest from each.
 
 MPICH needs `pip install mpi4py` and Debian's `mpich` (its library and mpiexec); it is left out where they are missing.
 """
@@ -18,16 +20,34 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Job, median, parser, picture, rounds, save, slowest, table, take_turns, warn_if_busy
+from common import (
+    Job,
+    Verdict,
+    median,
+    parser,
+    picture,
+    print_verdicts,
+    rounds,
+    save,
+    slowest,
+    table,
+    take_turns,
+    warn_if_busy,
+)
 from native import build
 
 SIZES = (64e3, 512e3, 4e6, 27e6, 108e6, 400e6)
 QUICK_SIZES = (64e3, 4e6, 108e6)
 MPICH_LIBRARY = "libmpich.so.12"
+GOALS = {
+    (2, "gloo", "pair fp32"): 10, (2, "gloo", "all_reduce fp32"): 4, (2, "mpich", "pair fp32"): 4,
+    (4, "gloo", "pair fp32"): 10, (4, "gloo", "all_reduce fp32"): 3, (4, "mpich", "pair fp32"): 3,
+    **{(world, "limit", "pair fp32"): 0.6 for world in (2, 3, 4)},
+}
 OPERATIONS = ("reduce_scatter fp32", "all_gather fp32", "pair fp32", "all_gather bf16", "all_reduce fp32")
 
 
@@ -152,6 +172,18 @@ def headers(point: dict) -> list[str]:
     return [f"W = {point['world']}", *columns, *compared]
 
 
+def verdicts(points: list[dict]) -> Iterator[Verdict]:
+    """For every goal the size at which it is reached least."""
+    for (world, name, operation), goal in GOALS.items():
+        for kind, of in (("medians", 0), ("minima", 1)):
+            found = [(ratios(point, operation, name)[of], point["bytes"]) for point in points
+                     if point["world"] == world and point["bytes"] >= 4e6 and name in point[kind]]
+            if found:
+                ratio, size = min(found)
+                what = "fraction of the limit" if name == "limit" else f"{name}'s {operation.split()[0]} to shm's pair"
+                yield Verdict(f"W = {world}: {what}, {kind}, at {size_name(size)}", ratio, ">=", goal)
+
+
 def draw_all(points: list[dict]):
     def draw(figure: Any) -> None:
         worlds = sorted({point["world"] for point in points})
@@ -189,9 +221,12 @@ def main() -> None:
         for world in args.world:
             found = summary(world, args.sizes, take_turns(jobs(args, world, library, mpi), rounds(args)))
             points += found
-            print(f"\n{table(headers(found[0]), rows(found))}")
+            print(f"\n{table(headers(found[0]), rows(found))}", flush=True)
+            save(args, {"points": points})
     print("\nlimit / shm is the fraction of the limit; all_reduce is held against shm's pair")
-    picture(save(args, {"points": points}), draw_all(points), size=(13, 1 + 3 * len(args.world)))
+    found = list(verdicts(points))
+    print_verdicts(found)
+    picture(save(args, {"points": points, "verdicts": found}), draw_all(points), size=(13, 1 + 3 * len(args.world)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the parts cost that are no communication: the update, the hooks, wrap().
 
     python benchmarks/update.py --quick
-    python benchmarks/update.py --world 1 2
+    python benchmarks/update.py                 (about three minutes)
 
 Three tables:
 - AdamW in C against torch's fused and foreach AdamW on as many elements, one thread per rank, one rank or several at a
@@ -13,10 +13,11 @@ Three tables:
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Job, median, parser, picture, rounds, save, slowest, table, take_turns, warn_if_busy
+from common import Job, Verdict, median, parser, picture, print_verdicts, rounds, save, slowest, table, take_turns, warn_if_busy
 from native import build
 
 UPDATE_BYTES = 28  # per element: param, exp_avg, exp_avg_sq read and written, grad read
@@ -28,11 +29,11 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--elements", type=int, help="that each updates (default 13.5 million: half of 27; quick: 4)")
     options.add_argument("--model", nargs="+", default=["many", "gpt"], help="models for the micro-batches")
     options.add_argument("--parameters", type=int, nargs="+", help="for wrap (default 1,000 to 100,000)")
-    options.add_argument("--repetitions", type=int, help="per round (default 15; quick: 5)")
+    options.add_argument("--repetitions", type=int, help="per round (default 10; quick: 5)")
     args = options.parse_args()
     args.elements = args.elements or (4_000_000 if args.quick else 13_500_000)
-    args.parameters = args.parameters or ([1_000, 10_000] if args.quick else [1_000, 10_000, 30_000, 100_000])
-    args.repetitions = args.repetitions or (5 if args.quick else 15)
+    args.parameters = args.parameters or ([1_000, 10_000] if args.quick else [1_000, 10_000, 100_000])
+    args.repetitions = args.repetitions or (5 if args.quick else 10)
     return args
 
 
@@ -106,6 +107,25 @@ def wrap_point(parameters: int, turns: list[list[dict]]) -> dict:
     }
 
 
+def verdicts(results: dict[str, list[dict]]) -> Iterator[Verdict]:
+    for kind in ("medians", "minima"):
+        for point in results["update"]:
+            times = point[kind]
+            yield Verdict(f"W = {point['world']}: AdamW, fraction of the limit, {kind}",
+                          times["limit"] / times["shardstep"], ">=", 0.8)
+        for point in results["micro_batches"]:
+            times, n = point[kind], point["parameters"]
+            if point["model"] == "many":
+                each = (times["wrapped"] - times["bare"]) / n
+                yield Verdict(f"both hooks, us per parameter, {kind}", each * 1e6, "<=", 0.6)
+            else:
+                ratio = times["wrapped"] / times["bare"]
+                yield Verdict(f"{point['model']}: no_sync micro-batch to a bare one, {kind}", ratio, "<=", 1.01)
+    for point in results["wrap"]:
+        if point["parameters"] == 100_000:
+            yield Verdict("wrap() of 100,000 parameters, s", point["seconds"], "<", 2.0)
+
+
 def draw_all(results: dict[str, list[dict]]):
     def draw(figure: Any) -> None:
         left, middle, right = figure.subplots(1, 3)
@@ -149,7 +169,9 @@ def main() -> None:
         for p in results["wrap"]
     ]
     print("\n" + table(["wrap()", "s", "us/parameter", "bytes/parameter"], wraps))
-    picture(save(args, results), draw_all(results), size=(14, 4.5))
+    found = list(verdicts(results))
+    print_verdicts(found)
+    picture(save(args, {**results, "verdicts": found}), draw_all(results), size=(14, 4.5))
 
 
 if __name__ == "__main__":
