@@ -31,6 +31,7 @@ INSTALLED := $(ENVIRONMENT)/.shardstep-installed
 export OMP_NUM_THREADS ?= 1
 
 BENCHMARKS := compare transport update scale
+QUICK ?= --quick
 
 .PHONY: train test bench install lint sanitize clean
 
@@ -40,9 +41,10 @@ train: $(INSTALLED)
 test: $(INSTALLED)
 	$(PYTHON) -m pytest tests $(ARGS)
 
-# Two minutes each; all their options: python benchmarks/compare.py --help. Results go to build/benchmarks.
+# Two minutes each; all their options: python benchmarks/compare.py --help. Results go to build/benchmarks. The whole grid,
+# about 40 minutes, into the README: make bench QUICK= ARGS="--out benchmarks/results" && python benchmarks/report.py --write
 bench: $(INSTALLED)
-	set -e; for name in $(BENCHMARKS); do $(PYTHON) benchmarks/$$name.py --quick $(ARGS); done
+	set -e; for name in $(BENCHMARKS); do $(PYTHON) benchmarks/$$name.py $(QUICK) $(ARGS); done
 
 install: $(INSTALLED)
 
