@@ -1,8 +1,10 @@
 """Builds C programs of the core and its tests."""
 
+import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,10 +20,20 @@ def build_program(name: str, sources: list[str], flags: tuple[str, ...] = ()) ->
 
     ``flags`` come after the usual ones. The caller removes the folder, ``path.parent``.
     """
-    program = Path(tempfile.mkdtemp(prefix="shardstep-")) / name
-    command = [compiler() or "cc", *FLAGS, "-Icsrc", "-Itests/c", "-pthread", *flags, "-o", str(program), *sources, "-lm"]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if built.returncode != 0:
-        shutil.rmtree(program.parent)
-        raise RuntimeError(f"{' '.join(command)}\n{built.stderr}")
-    return program
+    folder = Path(tempfile.mkdtemp(prefix="shardstep-"))
+    start = [compiler() or "cc", *FLAGS, "-Icsrc", "-Itests/c", "-pthread", *flags]
+
+    def run(command: list[str]) -> None:
+        built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if built.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{built.stderr}")
+
+    try:
+        objects = [str(folder / f"{number}.o") for number in range(len(sources))]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda source, target: run([*start, "-c", source, "-o", target]), sources, objects))
+        run([*start, "-o", str(folder / name), *objects, "-lm"])
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    return folder / name
