@@ -23,6 +23,7 @@ typedef struct {
     int64_t numel;
     ss_dtype param_dtype;
     ss_dtype grad_dtype;
+    int pairs; /* 1: a complex parameter, whose elements count as two, real and imaginary part; only norms tell them apart */
 } ss_param_spec;
 
 typedef struct {

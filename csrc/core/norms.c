@@ -62,11 +62,17 @@ void ss_norms_range(ss_engine *e, int32_t b, int64_t begin, int64_t end)
     bucket->norms_ready = true;
 }
 
-static double partial_norm(const void *data, bool f64, int64_t n, double order)
+/* A piece begins and ends between pairs: parameters and segments begin at even elements. */
+static double partial_norm(const void *data, const ss_param_spec *spec, int64_t n, double order)
 {
     double sum = order == -INFINITY ? INFINITY : 0.0;
+    bool f64 = spec->grad_dtype == SS_F64;
     for (int64_t k = 0; k < n; k++) {
         double x = fabs(f64 ? ((const double *)data)[k] : (double)((const float *)data)[k]);
+        if (spec->pairs) {
+            k++;
+            x = hypot(x, f64 ? ((const double *)data)[k] : (double)((const float *)data)[k]);
+        }
         if (isinf(order)) {
             sum = isnan(x) || isnan(sum) ? NAN : order > 0 ? fmax(sum, x) : fmin(sum, x);
         } else if (order == 0.0) {
@@ -96,8 +102,7 @@ static void compute_partials(ss_engine *e, double order)
                 add_squares(e, i, ss_piece_grad(e, i), p->piece.numel, p->piece.in_param, lanes);
                 p->norm_partial = sum_lanes(lanes);
             } else {
-                p->norm_partial = partial_norm(p->piece.numel ? ss_piece_grad(e, i) : NULL,
-                                               p->spec.grad_dtype == SS_F64, p->piece.numel, order);
+                p->norm_partial = partial_norm(p->piece.numel ? ss_piece_grad(e, i) : NULL, &p->spec, p->piece.numel, order);
             }
         }
         bucket->norms_ready = order == 2.0;

@@ -105,16 +105,20 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *param = PySequence_GetItem(params, i);
         PyObject *numel = param != NULL ? PyObject_CallMethod(param, "numel", NULL) : NULL;
+        PyObject *is_complex = param != NULL ? PyObject_CallMethod(param, "is_complex", NULL) : NULL;
         Py_XDECREF(param);
         c_names[i] = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
-        if (numel == NULL || c_names[i] == NULL) {
+        if (numel == NULL || is_complex == NULL || c_names[i] == NULL) {
             Py_XDECREF(numel);
+            Py_XDECREF(is_complex);
             goto done;
         }
-        specs[i].numel = PyLong_AsLongLong(numel);
+        specs[i].pairs = is_complex == Py_True;
+        specs[i].numel = PyLong_AsLongLong(numel) << specs[i].pairs;
         specs[i].param_dtype = (ss_dtype)((const uint8_t *)param_dtypes.buf)[i];
         specs[i].grad_dtype = (ss_dtype)((const uint8_t *)grad_dtypes.buf)[i];
         Py_DECREF(numel);
+        Py_DECREF(is_complex);
     }
     self = (EngineObject *)type->tp_alloc(type, 0);
     if (self == NULL) {

@@ -106,6 +106,9 @@ void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& 
     }
 }
 
+// Of what the engine counts as an element: of a complex number it has two.
+size_t element_size(const at::Tensor& t) { return t.element_size() / (t.is_complex() ? 2 : 1); }
+
 ss_code guarded(ss_error* err, const std::function<void()>& body)
 {
     try {
@@ -141,7 +144,7 @@ ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst
             fold_gradient(kernels_of(ctx), whole, grad);
             grad = whole;
         }
-        size_t size = grad.element_size();
+        size_t size = element_size(grad);
         std::memcpy(dst, static_cast<const char*>(grad.data_ptr()) + begin * size, numel * size);
     });
 }
@@ -176,7 +179,7 @@ void drop_beside(void* ctx, int32_t i) { at_ctx(ctx, i).beside.reset(); }
 at::Tensor separate(Param& p, int64_t begin, int64_t numel)
 {
     c10::StorageImpl* storage = p.slot.storage().unsafeGetStorageImpl();
-    size_t bytes = storage->nbytes(), element = p.slot.element_size();
+    size_t bytes = storage->nbytes(), element = element_size(p.slot);
     char* memory = static_cast<char*>(std::calloc(1, bytes));  // pages that stay zero cost nothing
     if (memory == nullptr) {
         throw std::bad_alloc();

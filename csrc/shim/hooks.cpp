@@ -165,11 +165,17 @@ at::ScalarType scalar_type(ss_dtype dtype)
     return at::kFloat;
 }
 
-at::Tensor over_memory(void* data, ss_dtype dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
+at::Tensor over_memory(void* data, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
 {
     ss_region_retain(region);
     return at::from_blob(data, sizes, strides, [region](void*) { ss_region_release(region); },
-                         at::TensorOptions().dtype(scalar_type(dtype)));
+                         at::TensorOptions().dtype(dtype));
+}
+
+// The dtype of a tensor over memory of `dtype`: of pairs where the parameter is complex.
+at::ScalarType whole_type(ss_dtype dtype, const ss_param_spec& spec)
+{
+    return spec.pairs ? c10::toComplexType(scalar_type(dtype)) : scalar_type(dtype);
 }
 
 // The elements of `values` in the order of memory of a dense tensor with these strides, flat.
@@ -187,10 +193,10 @@ void move_values(at::Tensor& variable, at::IntArrayRef strides, const ss_slot& s
 {
     at::Tensor values = variable.detach();
     if (slot.master_region != nullptr && slot.piece.numel > 0) {
-        at::Tensor master = over_memory(slot.piece_master, SS_F32, {slot.piece.numel}, {1}, slot.master_region);
+        at::Tensor master = over_memory(slot.piece_master, at::kFloat, {slot.piece.numel}, {1}, slot.master_region);
         master.copy_(in_memory_order(values, strides).narrow(0, slot.piece.in_param, slot.piece.numel));
     }
-    at::Tensor param = over_memory(slot.param, spec.param_dtype, values.sizes(), strides, slot.region);
+    at::Tensor param = over_memory(slot.param, whole_type(spec.param_dtype, spec), values.sizes(), strides, slot.region);
     if (same_memory_order(values, param) && values.scalar_type() == param.scalar_type()) {
         std::memcpy(slot.param, values.const_data_ptr(), values.nbytes());
     } else {
@@ -304,7 +310,7 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
         if (slot->param != nullptr) {
             move_values(p.variable, dense.strides(), *slot, *spec);
         }
-        p.slot = over_memory(slot->grad, spec->grad_dtype, dense.sizes(), dense.strides(), slot->region);
+        p.slot = over_memory(slot->grad, whole_type(spec->grad_dtype, *spec), dense.sizes(), dense.strides(), slot->region);
         if (p.slot.scalar_type() != p.variable.scalar_type()) {
             allow_any_grad_dtype(p.variable);
         }
@@ -376,7 +382,7 @@ int32_t ss_shim_moved(ss_shim* shim, int in_bucket)
 PyObject* ss_shim_flat(void* data, ss_dtype dtype, int64_t n, ss_region* region)
 {
     try {
-        return THPVariable_Wrap(over_memory(data, dtype, {n}, {1}, region));
+        return THPVariable_Wrap(over_memory(data, scalar_type(dtype), {n}, {1}, region));
     } catch (const std::exception& e) {
         PyErr_SetString(PyExc_RuntimeError, e.what());
         return nullptr;

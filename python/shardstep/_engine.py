@@ -27,7 +27,11 @@ from shardstep._precision import LOW, Precision, tensors_in
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+#: What parameters can be, and how the extension stores them: complex ones as pairs of real numbers.
+DTYPES = {
+    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.complex64: 0, torch.complex128: 1
+}
+DOUBLE = (torch.float64, torch.complex128)
 DEFAULT_BUCKET_MB = 25.0
 ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
@@ -274,7 +278,7 @@ class Engine:
         return items
 
     def _stored_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        if self.precision.param_dtype is None or parameter.dtype == torch.float64:
+        if self.precision.param_dtype is None or parameter.dtype == torch.float64 or parameter.is_complex():
             return parameter.dtype
         return self.precision.param_dtype
 
@@ -298,7 +302,7 @@ class Engine:
         filling: dict[torch.dtype, tuple[list[int], int, int]] = {}  # the open bucket, its number, bytes left in it
         for i in reversed(wanted):
             parameter = self.params[i]
-            size = -(-parameter.numel() // ALIGN) * ALIGN * _grad_dtype(parameter).itemsize
+            size = -(-parameter.numel() // ALIGN) * ALIGN * _grad_dtype(parameter).itemsize << parameter.is_complex()
             part, number, left = filling.get(parameter.dtype, ([], -1, 0))
             if size > left:
                 number = min(number + 1, len(self._bucket_caps) - 1)
@@ -346,11 +350,10 @@ class Engine:
         return self.slots.piece(i) is not None
 
     def cut(self, i: int) -> Cut:
-        """What this rank owns of parameter i, which is in the layout."""
-        slot = self.slots[i]
-        return Cut(
-            self.params[i].shape, slot["begin"], slot["numel"], memory_order(self.params[i]), self.group.process_group
-        )
+        """What this rank owns of parameter i, which is in the layout. A complex one is cut as what ``view_as_real`` shows."""
+        slot, parameter = self.slots[i], self.params[i].detach()
+        parameter = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        return Cut(parameter.shape, slot["begin"], slot["numel"], memory_order(parameter), self.group.process_group)
 
     def follow_weights(self) -> None:
         """The model's state was loaded: masters become the loaded weights. Masters that an optimizer has loaded since the last
@@ -449,6 +452,7 @@ class Engine:
         for i, slot in enumerate(self.slots):
             if slot is not None and self.core.gradient(i) == HELD:
                 flat = _flat_view(self.core.grad(i))
+                flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
                 flat[: slot["begin"]] = torch.nan
                 flat[slot["begin"] + slot["numel"] :] = torch.nan
 
@@ -550,7 +554,7 @@ def _positive(name: str, value: float) -> float:
 
 
 def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.float64 if parameter.dtype in DOUBLE else torch.float32
 
 
 def _flat_view(dense: torch.Tensor) -> torch.Tensor:

@@ -195,7 +195,7 @@ def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
     else:
         value = _engine_of(guard).norm(guard._index, float(order))
     with Plain():
-        return torch.tensor(value, dtype=guard.dtype)
+        return torch.tensor(value, dtype=guard.dtype.to_real())
 
 
 def _vector_norm(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -253,6 +253,11 @@ def _inverse(value: float) -> float:
     return 1.0 / value if value != 0.0 else float("nan") if value != value else float("inf")
 
 
+def _piece(engine: "Engine", index: int) -> torch.Tensor:
+    piece = engine.slots[index]["piece_grad"]
+    return torch.view_as_complex(piece.view(-1, 2)) if engine.params[index].is_complex() else piece
+
+
 def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Any other in-place elementwise operation: done to this rank's piece, with tensor arguments cut likewise."""
     guard = args[0]
@@ -264,23 +269,24 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         return guard if _on_local(func, args, kwargs) is not NotImplemented else NotImplemented
     if state != HELD:
         return guard
-    slot = engine.slots[guard._index]
+    piece = _piece(engine, guard._index)
+    begin = engine.slots[guard._index]["begin"] // (2 if piece.is_complex() else 1)
     engine.core.materialise(guard._index)
 
     def cut(value: Any) -> Any:
         if isinstance(value, ShardedGradient):
             if value._index != guard._index:
                 return _read(func, (value,), {})
-            return slot["piece_grad"]
+            return piece
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             with Plain():
                 whole = torch.empty_strided(guard.shape, guard.stride(), dtype=value.dtype)
                 whole.copy_(value.detach())
-            return whole.as_strided((whole.numel(),), (1,))[slot["begin"] : slot["begin"] + slot["numel"]]
+            return whole.as_strided((whole.numel(),), (1,))[begin : begin + piece.numel()]
         return value
 
     rest = [cut(a) for a in args[1:]]
-    if func(slot["piece_grad"], *rest, **{key: cut(value) for key, value in kwargs.items()}) is NotImplemented:
+    if func(piece, *rest, **{key: cut(value) for key, value in kwargs.items()}) is NotImplemented:
         return NotImplemented
     engine.core.edited(guard._index)
     return guard

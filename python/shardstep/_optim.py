@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardstep._engine import AT_STEP, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
+from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
 from shardstep._full_state import extend_torch
@@ -277,7 +277,7 @@ def _is_fused(optimizer: Optimizer, engine: Engine) -> bool:
     if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return False
     members = [p for group in optimizer.param_groups for p in group["params"] if id(p) in engine.index]
-    return all(p.dtype != torch.float64 for p in members)
+    return all(p.dtype not in DOUBLE for p in members)
 
 
 def refuse_unattached(optimizer: Optimizer, args: tuple, kwargs: "dict[str, Any]") -> None:

@@ -253,6 +253,8 @@ def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
                 "torch.distributed.checkpoint"
             )
         return value.local
+    if value.is_complex():
+        value = torch.view_as_real(value.detach().resolve_conj())
     if value.shape != cut.shape:
         raise UsageError(
             f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
