@@ -193,7 +193,8 @@ class TorchRule:
                 return value
             if key in SCALAR_STATE or (value.dim() == 0 and parameter.dim() > 0):
                 return value.clone()
-            return piece_of(value, i, self.engine).to(shard.dtype if value.is_floating_point() else value.dtype, copy=True)
+            mine = piece_of(value, i, self.engine)
+            return mine.to(shard.dtype if mine.is_floating_point() else mine.dtype, copy=True)
 
         self.optimizer.state[shard] = {key: piece(key, value) for key, value in saved.items() if key != MASTER}
         self.owner.state.announce(parameter)
