@@ -8,9 +8,11 @@ Peers take turns: in each round torchrun starts each once, which makes some step
 a new model where model or dtype change. The points that have a goal go first, and for longer; the rest of the grid
 follows, then memory. Results are saved after every run, and --minutes ends it in time. `local` computes the same
 micro-batches and meets the others at one barrier per step, without communication and update; what a peer takes beyond
-`local` is its overhead. torch allocates the gradients of `local` anew in every step, and glibc gives their memory back in
-between: tens of thousands of page faults per step of the GPT, which gradients that stay in buckets do not have. So overheads
-are lower than communication and update cost, for all peers alike, and may be negative. Memory is looked at in runs of
+`local` is its overhead. torch allocates the gradients of `local` anew in every step, and glibc
+gives freed memory back in between: tens of thousands of page faults per step of the GPT. Peers have others, for
+temporaries. Overheads contain the difference, and may be negative.
+
+Memory is looked at in runs of
 its own, with next to no activations: the peak over two micro-batches and a step, beyond what the process had before the
 model and beyond what forward and backward of the bare module need for a moment, averaged over ranks. There the
 allocator gives large blocks back when they are freed (MALLOC_MMAP_THRESHOLD_), so that what it would keep is not taken
