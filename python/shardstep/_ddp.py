@@ -127,12 +127,11 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         - ``init_sync``: rank 0's parameters and buffers become everyone's at construction. Models are compared in any case.
         - ``process_group`` or a one-dimensional ``device_mesh``: the ranks that train this model.
         - ``bucket_cap_mb``, ``bucket_cap_mb_list``: sizes of the gradient buckets, in MiB of FP32.
-        - ``mixed_precision``: see :mod:`shardstep._precision`.
         - ``gradient_as_bucket_view``: gradients are views of the buckets either way, and a reference to one that outlives
           ``zero_grad`` keeps its values either way.
         - ``find_unused_parameters``, ``static_graph``, ``check_reduction``, ``dim``, ``batched_grad_copy`` and
           ``skip_all_reduce_unused_params`` are accepted and not needed.
-        - ``delay_all_reduce_named_params`` is refused.
+        - ``mixed_precision``, ``delay_all_reduce_named_params`` and ``join()`` are refused.
         - ``transport`` and ``timeout``: those of :func:`shardstep.wrap`.
     """
 
@@ -176,6 +175,11 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     ):
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise UsageError(
+                "mixed_precision is not supported by DistributedDataParallel; use torch.autocast, or shardstep.wrap with "
+                "mp_policy= or param_dtype="
+            )
         _refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if device_mesh is not None:
             process_group = _group_of(device_mesh, process_group)
@@ -309,6 +313,12 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         raise UsageError(
             f"{optim.__name__} cannot be fused into the backward: gradients are averaged at its end or later. Step it after "
             "the backward, or shard it with shardstep.ShardedOptimizer"
+        )
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        raise UsageError(
+            "join() is not supported: ranks with fewer inputs would leave the others waiting. Give all ranks as many windows; "
+            "a sharded model's rank without data may skip its micro-batches and step all the same"
         )
 
     def _update_process_group(self, new_process_group: Any) -> None:
