@@ -61,7 +61,6 @@ SCHEDULERS = {
 
 
 def scheduler_scenario(model, attach, loss, kind, name, built_first):
-    warnings.simplefilter("error")  # torch warns when a scheduler steps before its optimizer
     optimizer = KINDS[kind](model.parameters())
     if built_first:
         scheduler = SCHEDULERS[name](optimizer)
@@ -74,7 +73,9 @@ def scheduler_scenario(model, attach, loss, kind, name, built_first):
         seen.append({key: optimizer.param_groups[0].get(key) for key in ("lr", "betas", "momentum", "initial_lr")})
         scheduler.step(*([1.0] if name == "plateau" else []))  # a metric that never improves
 
-    train(model, optimizer, loss, after=after)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when a scheduler steps before its optimizer
+        train(model, optimizer, loss, after=after)
     return seen
 
 

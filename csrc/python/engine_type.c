@@ -736,7 +736,7 @@ static PyMethodDef methods[] = {
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
     {"hide_low_gradients", (PyCFunction)engine_hide_low_gradients, METH_O,
      "hide_low_gradients(hide): .grad is None where its dtype is not the parameter's, until shown or needed."},
-    {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a parameter re-assigned or cast, or -1."},
+    {"moved", (PyCFunction)engine_moved, METH_O, "moved(in_bucket) -> index of a cast or moved parameter, or -1; others re-assigned are copied back into buckets."},
     {"set_last_backward", (PyCFunction)engine_set_last_backward, METH_O, NULL},
     {"set_divide_factor", (PyCFunction)engine_set_divide_factor, METH_O, NULL},
     {"grad", (PyCFunction)engine_grad, METH_O, "grad(i) -> a new plain tensor over the gradient slot of a placed parameter."},

@@ -125,7 +125,7 @@ ss_code guarded(ss_error* err, const std::function<void()>& body)
 int casts(void* ctx, int32_t i)
 {
     const Param& p = at_ctx(ctx, i);
-    return is_low(p.dtype) && !ag::impl::post_acc_grad_hooks(p.variable);
+    return is_low(p.home.scalar_type()) && !ag::impl::post_acc_grad_hooks(p.variable);
 }
 
 ss_code fold(void* ctx, int32_t i, bool add, ss_error* err)

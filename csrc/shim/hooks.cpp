@@ -188,6 +188,23 @@ at::Tensor in_memory_order(const at::Tensor& values, at::IntArrayRef strides)
     return dense.as_strided({dense.numel()}, {1});
 }
 
+// Copies new values of a parameter whose memory is not its bucket's any more into the bucket, and points it there again.
+bool bring_home(Param& p)
+{
+    if (p.variable.numel() == 0 ||
+        (p.variable.const_data_ptr() == p.home.const_data_ptr() && p.variable.strides() == p.home.strides())) {
+        return true;
+    }
+    try {
+        at::NoGradGuard no_grad;
+        p.home.copy_(p.variable.detach().clone()); // a copy first: the new tensor may be a view of the old memory
+        p.variable.set_data(p.home);
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
 // Copies the parameter's values into its bucket and points it there.
 void move_values(at::Tensor& variable, at::IntArrayRef strides, const ss_slot& slot, const ss_param_spec& spec)
 {
@@ -319,8 +336,7 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
             shim->guard = Py_XNewRef(guard);
         }
         bind_new(shim, i);
-        p.data = p.variable.numel() > 0 ? p.variable.const_data_ptr() : nullptr;
-        p.dtype = p.variable.scalar_type();
+        p.home = p.variable.detach();
         hook(shim, i);
         return 0;
     } catch (python_error& e) {
@@ -365,14 +381,13 @@ void ss_shim_hide_low_gradients(ss_shim* shim, int hide)
 int32_t ss_shim_moved(ss_shim* shim, int in_bucket)
 {
     for (size_t i = 0; i < shim->params.size(); i++) {
-        const Param& p = shim->params[i];
+        Param& p = shim->params[i];
         if (!p.bound.defined()) {
             continue;
         }
-        bool same = p.variable.scalar_type() == p.dtype &&
-                    (!in_bucket || p.variable.numel() == 0 || p.variable.const_data_ptr() == p.data) &&
-                    p.variable.numel() == p.slot.numel();
-        if (!same) {
+        const at::Tensor& v = p.variable;
+        bool fits = v.scalar_type() == p.home.scalar_type() && v.sizes() == p.home.sizes() && v.device() == p.home.device();
+        if (!fits || (in_bucket && !bring_home(p))) {
             return static_cast<int32_t>(i);
         }
     }

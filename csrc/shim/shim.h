@@ -60,8 +60,8 @@ int ss_shim_watch(ss_shim *shim, PyObject *tensor);
  */
 void ss_shim_hide_low_gradients(ss_shim *shim, int hide);
 
-/* The first parameter whose memory or dtype is no longer what it was when attached, or -1. Only parameters that live in
-   buckets (`in_bucket`) are held to their memory. */
+/* The first parameter whose shape, dtype or device is no longer what it was when attached, or -1. Those that live in buckets
+   (`in_bucket`) and have been given other memory are brought back, with the values that they have there. */
 int32_t ss_shim_moved(ss_shim *shim, int in_bucket);
 
 /* A new flat tensor over `n` elements at `data`, holding a reference to the region. */

@@ -48,8 +48,7 @@ struct Param {
     NodePtr node;               // keeps our hooks alive: a tensor holds its AccumulateGrad weakly
     uintptr_t post_hook = 0;
     bool hidden = false;        // .grad is bound, but shows as undefined for now
-    const void* data = nullptr;
-    at::ScalarType dtype = at::kFloat;
+    at::Tensor home;            // what the parameter was when it was attached: over its bucket, if it lives in one
 };
 
 inline void show(Param& p)

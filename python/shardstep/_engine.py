@@ -7,6 +7,7 @@ import array
 import contextlib
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -33,6 +34,7 @@ DTYPES = {
 }
 DOUBLE = (torch.float64, torch.complex128)
 DEFAULT_BUCKET_MB = 25.0
+FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
 ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
 #: All engines: a parameter can be in one wrap only, and optimizers are checked against it.
@@ -173,7 +175,7 @@ class Engine:
         self._unplaced = list(range(len(self.params)))
         self.joining: dict[int, Any] = {}  # parameters unfrozen since, not placed yet: handles of the hooks that guard them
         self._unchecked = True
-        self._buffers_at = -1  # closes, when the buffers were last sent
+        self._begun_at = -1  # replicated: closes, when the last window began
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0  # by skip_nonfinite
         self._last_totals: dict[str, Any] = {}
@@ -239,15 +241,17 @@ class Engine:
 
     def _register(self) -> None:
         """Notes every place where a module holds one of our parameters, and every submodule on the way there, to notice
-        replacements cheaply. Raises when one of them is gone."""
+        replacements and additions cheaply. Raises when one of them is gone, or when there is another."""
         module = self._module()
         places: list[tuple[dict, str, Any]] = []
+        holders: list[dict] = []
         found: set[int] = set()
 
         def visit(part: nn.Module) -> bool:
             if isinstance(part, torch.jit.ScriptModule):  # its members are C++'s and cannot be replaced
                 found.update(id(p) for p in part.parameters())
                 return False
+            holders.extend((part._parameters, part._modules))
             ours = [(part._parameters, key, p) for key, p in part._parameters.items() if id(p) in self.index]
             found.update(id(p) for _, _, p in ours)
             below = [(part._modules, key, m) for key, m in part._modules.items() if m is not None and visit(m)]
@@ -261,7 +265,14 @@ class Engine:
                 f"parameter {gone[0]!r} was replaced or removed after wrapping, so its gradients are no longer synchronised; "
                 "copy into the existing parameter (parameter.data.copy_), or unwrap(), change the model and wrap it again"
             )
+        for name, p in module.named_parameters():
+            if p.requires_grad and id(p) not in self.index and id(p) not in self.ignored:
+                raise UsageError(
+                    f"parameter {name!r} was added after wrapping, so its gradients are not synchronised; add it before "
+                    "wrapping, or unwrap(), change the model and wrap it again"
+                )
         self._registrations = places
+        self._holders, self._held = holders, sum(map(len, holders))
 
     def _describe(self, bucket_mb: float) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
@@ -320,8 +331,11 @@ class Engine:
                 dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, 0)
 
     def check(self) -> None:
-        """Raises when a parameter was replaced, cast or moved since it was wrapped."""
-        if any(owner.get(key) is not member for owner, key, member in self._registrations):
+        """Raises when a parameter was replaced, added or cast since the wrap. One whose ``.data`` was set to another tensor of
+        its dtype and shape is brought back into its bucket with the new values."""
+        if self._held != sum(map(len, self._holders)) or any(
+            owner.get(key) is not member for owner, key, member in self._registrations
+        ):
             self._register()
         i = self.core.moved(self.sharded)
         if i >= 0:
@@ -374,6 +388,8 @@ class Engine:
     def forward(self, call: "Callable[..., Any]", args: tuple, kwargs: "dict[str, Any]") -> Any:
         """``call(*args, **kwargs)`` as the root's forward: with inputs and outputs in the dtypes that were asked for, and with
         its backward watched."""
+        if not self.sharded and torch.is_grad_enabled():
+            self._begin_replicated()
         if self._unchecked and not self._called_functionally():
             self.check()
             self._unchecked = False
@@ -382,8 +398,6 @@ class Engine:
                 self._guard_unfrozen()
             else:  # every gradient is whole at the end of the backward, so there is no later time to join the layout
                 self._place([i for i in self._unplaced if self.params[i].requires_grad])
-        if self.buffers.follow and not self.sharded and torch.is_grad_enabled():
-            self.broadcast_buffers_once()
         if self.low:
             _dynamo.hide_gradients_from_compilation()
         running = _dynamo.running()
@@ -399,8 +413,12 @@ class Engine:
 
     def _called_functionally(self) -> bool:
         """Has ``torch.func.functional_call`` put tensors in the place of parameters, for this forward only?"""
-        held = (owner.get(key) for owner, key, member in self._registrations if isinstance(member, nn.Parameter))
-        return any(isinstance(p, torch.Tensor) and not isinstance(p, nn.Parameter) for p in held)
+        if all(owner.get(key) is member for owner, key, member in self._registrations):
+            return False
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not FUNCTIONAL_CALL:
+            frame = frame.f_back
+        return frame is not None
 
     def _guard_unfrozen(self) -> None:
         """A parameter unfrozen since it was wrapped joins the layout at the next close. Until then its gradient is this
@@ -423,13 +441,15 @@ class Engine:
             if tensor.requires_grad and not tensor.is_leaf:
                 self.core.watch(tensor)
 
-    def broadcast_buffers_once(self) -> None:
-        """Replicated: rank 0's buffers become everyone's at the first forward of all, and at the first after a backward that
-        synchronised. Collective then."""
-        closes = self.core.stats()["closes"] if self.group.world > 1 else self._buffers_at
-        if closes != self._buffers_at:
-            self._buffers_at = closes
-            self.buffers.broadcast()
+    def _begin_replicated(self) -> None:
+        """At the first forward of all, and at the first after a backward that synchronised: rank 0's buffers become everyone's
+        (collective), and parameters are to be checked again."""
+        closes = self.core.stats()["closes"]
+        if closes != self._begun_at:
+            self._begun_at = closes
+            self._unchecked = True
+            if self.buffers.follow:
+                self.buffers.broadcast()
 
     # -- closing ------------------------------------------------------------------------------------------------------
 

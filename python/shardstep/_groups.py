@@ -92,7 +92,12 @@ class Group:
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
-    def require_equal(self, items: list[tuple[str, Any]], what: str) -> None:
+    def require_equal(
+        self,
+        items: list[tuple[str, Any]],
+        what: str,
+        remedy: str = "build the same model with the same arguments on every rank",
+    ) -> None:
         """Raises the same MismatchError on every rank when ``items`` (name, value) differ between ranks. Collective."""
         digest = hashlib.sha256(repr(items).encode()).hexdigest()
         if len(set(self.gather(digest))) == 1:
@@ -107,7 +112,7 @@ class Group:
                     continue
                 error = MismatchError(
                     f"ranks have different {what}: rank 0 has {_describe(a)}, rank {rank} has {_describe(b)}; "
-                    "build the same model with the same arguments on every rank"
+                    f"{remedy}"
                 )
                 error.rank = rank
                 raise error

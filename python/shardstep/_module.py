@@ -1,6 +1,8 @@
 """``wrap``: a module that is synchronised in place, as FSDP2's ``fully_shard`` does it."""
 
 import contextlib
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,21 +23,26 @@ if TYPE_CHECKING:
 ENGINE = "_shardstep_engine"
 
 
+def engine_of(module: nn.Module) -> Engine:
+    """The engine of a wrapped module, whatever names the user's class has."""
+    engine = module.__dict__.get(ENGINE)
+    if engine is None or engine.closed:
+        raise UsageError("this module is not wrapped (any more)")
+    return engine
+
+
 class Synchronised:
     """What both forms of a wrapped module can do. The engine is in the instance's ``__dict__``, outside of torch's
     registries, so that it is neither saved nor copied."""
 
     @property
     def _engine(self) -> Engine:
-        engine = self.__dict__.get(ENGINE)
-        if engine is None or engine.closed:
-            raise UsageError("this module is not wrapped (any more)")
-        return engine
+        return engine_of(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards under this context add into the local gradient and communicate nothing."""
-        core = self._engine.core
+        core = engine_of(self).core
         before = core.sync
         core.sync = False
         try:
@@ -45,26 +52,26 @@ class Synchronised:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """FSDP2's spelling of :meth:`no_sync`: whether a backward that runs from now on synchronises. A hint."""
-        self._engine.core.sync = bool(requires_gradient_sync)
+        engine_of(self).core.sync = bool(requires_gradient_sync)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the window's last: only that one starts to communicate by itself. A hint."""
-        self._engine.core.set_last_backward(bool(is_last_backward))
+        engine_of(self).core.set_last_backward(bool(is_last_backward))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are summed over ranks and divided by ``factor`` (default: the world size). Alike on all ranks."""
-        self._engine.core.set_divide_factor(float(factor))
+        engine_of(self).core.set_divide_factor(float(factor))
 
     def full_grad(self, parameter: torch.Tensor) -> "torch.Tensor | None":
         """The whole averaged gradient of ``parameter`` as a new tensor, or None when no rank used it.
 
         Collective: closes the window on every rank, and ranks that are elsewhere meet it in their ``step()``."""
-        return self._engine.full_grad(parameter)
+        return engine_of(self).full_grad(parameter)
 
     def abort_window(self) -> None:
         """Drops the gradients of this window on every rank, and settles what is in flight. Collective: call it on all ranks
         (a rank that waits in its step instead gets an AbortedError, and its window is dropped as well)."""
-        self._engine.abort_window()
+        engine_of(self).abort_window()
 
     def stats(self) -> "dict[str, Any]":
         """What this rank has done and holds. Local. A dict of
@@ -81,28 +88,35 @@ class Synchronised:
           ``carry`` (of late gradient, until the close);
         - ``skipped_steps``, by ``skip_nonfinite``; ``buckets``, ``transport``, ``rank``, ``world``.
         """
-        engine = self._engine
+        engine = engine_of(self)
         return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
 
 
 class WrappedModule(FSDPMethods, Synchronised):
     """Mixed into the class of a module wrapped in place."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """A new one is of the user's own class and not wrapped: containers make one of their class when they are sliced."""
+        original = _original(cls)
+        module = original.__new__(original)
+        module.__init__(*args, **kwargs)
+        return module
+
     def _wrapped_call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.forward(super().__call__, args, kwargs)
+        return engine_of(self).forward(super().__call__, args, kwargs)
 
     __call__ = _wrapped_call_impl  # under nn.Module's name for it, by which torch.compile looks inside, also with fullgraph
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         # What torch.compile(module) made before the module was wrapped comes here, without a __call__ of ours.
-        engine = self._engine
+        engine = engine_of(self)
         if engine in running():
             return super()._call_impl(*args, **kwargs)
         return engine.forward(super()._call_impl, args, kwargs)
 
     def unwrap(self) -> nn.Module:
         """Ends the wrap: the module gets its own class back and its parameters are ordinary again. Local."""
-        engine = self._engine
+        engine = engine_of(self)
         engine.close_down()
         del self.__dict__[ENGINE]
         object.__setattr__(self, "__class__", _original(type(self)))
@@ -110,12 +124,12 @@ class WrappedModule(FSDPMethods, Synchronised):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
-        self._engine.check()
-        self._engine.follow_weights()
+        engine_of(self).check()
+        engine_of(self).follow_weights()
         return result
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        self._engine.check_apply(fn)
+        engine_of(self).check_apply(fn)
         return super()._apply(fn, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
@@ -144,14 +158,39 @@ def _plain_copy(module: nn.Module, memo: dict) -> nn.Module:
     return result
 
 
-_CLASSES: "dict[type, type]" = {}
+_CLASSES: "dict[tuple[type, frozenset[str]], type]" = {}
 
 
-def _wrapped_class(cls: type) -> type:
-    if cls not in _CLASSES:
+def _wrapped_class(module: nn.Module) -> type:
+    """The subclass for this module. Where the user has something of a name that :class:`WrappedModule` adds, in the class or as
+    a parameter, buffer or submodule, the user's stays."""
+    cls = type(module)
+    registered = {name for held in (module._parameters, module._buffers, module._modules) for name in held}
+    taken = frozenset(name for name in _ADDED if name in registered or name in module.__dict__ or hasattr(cls, name))
+    if taken:
+        warnings.warn(
+            f"{cls.__name__} has {', '.join(sorted(taken))} of its own, which stays and hides what shardstep adds under this "
+            "name; shardstep.DistributedDataParallel(module) has both",
+            stacklevel=4,
+        )
+    if (cls, taken) not in _CLASSES:
         members = {"_shardstep_original": cls, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), members)
-    return _CLASSES[cls]
+        for name in taken:
+            if name in registered:
+                members[name] = property(lambda self, name=name: nn.Module.__getattr__(self, name))
+            else:  # the instance's own comes first
+                members[name] = inspect.getattr_static(cls, name, None)
+        _CLASSES[cls, taken] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), members)
+    return _CLASSES[cls, taken]
+
+
+#: Names that a module gets by the wrap.
+_ADDED = {
+    name
+    for cls in (WrappedModule, FSDPMethods, Synchronised)
+    for name in vars(cls)
+    if not (name.startswith("__") or hasattr(nn.Module, name))
+}
 
 
 @collector_paused()
@@ -229,7 +268,7 @@ def wrap(
         broadcast_buffers=broadcast_buffers, ignored_params=ignored_params, debug=debug,
     )
     module.__dict__[ENGINE] = engine
-    object.__setattr__(module, "__class__", _wrapped_class(type(module)))
+    object.__setattr__(module, "__class__", _wrapped_class(module))
     if optimizer is None:
         return module
     try:
@@ -237,7 +276,7 @@ def wrap(
             optimizer, module, elementwise=elementwise, clip_grad_norm=clip_grad_norm, skip_nonfinite=skip_nonfinite
         )
     except BaseException:
-        module.unwrap()
+        WrappedModule.unwrap(module)
         raise
 
 
@@ -248,5 +287,5 @@ def sharded_engine_of(module: nn.Module) -> Engine:
             f"{type(module).__name__} is not wrapped: ShardedOptimizer takes a module that went through shardstep.wrap() or "
             "a shardstep.DistributedDataParallel"
         )
-    engine = module._engine
+    engine = engine_of(module)
     return engine if engine.sharded else module._become_sharded()

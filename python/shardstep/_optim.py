@@ -3,6 +3,7 @@
 import array
 import copy
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -73,15 +74,17 @@ class ShardedOptimizer(Optimizer):
         self.wrapped = optimizer
         self._rule: FusedRule | TorchRule | None = None
         self._members: tuple[array.array, list[torch.Tensor]] | None = None  # placed parameters, and others
+        self._groups: list[list[torch.Tensor]] = []  # the members of each group, when they were looked at last
         warm = dict(optimizer.state)
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks
         self._rule = FusedRule(self) if _is_fused(optimizer, self.engine) else TorchRule(self)
-        self.state = LazyState(self._rule.entry)
+        self.state = self.entries = LazyState(self._rule.entry, live=isinstance(self._rule, TorchRule))
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 self._take(parameter, index, warm.get(parameter, {}) if warm else {})
+        self._groups = [list(group["params"]) for group in self.param_groups]
         self._rule.prepare()
         self.engine.add_optimizer(self)
 
@@ -108,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         for i in placed:
             index = groups.get(id(self.engine.params[i]))
             if index is not None:
-                self._rule.add(i, index, self.state.pop(self.engine.params[i], {}))
+                self._rule.add(i, index, self.entries.take(self.engine.params[i]))
 
     def add_param_group(self, param_group: "dict[str, Any]") -> None:
         super().add_param_group(param_group)
@@ -119,6 +122,37 @@ class ShardedOptimizer(Optimizer):
                 self.wrapped.param_groups.append(self.param_groups[-1])
             for parameter in self.param_groups[-1]["params"]:
                 self._take(parameter, index, {})
+            self._groups.append(list(self.param_groups[-1]["params"]))
+
+    def _follow_groups(self) -> None:
+        """Members that the user has taken out of a group, put into one or moved, since the last look."""
+        groups = [group["params"] for group in self.param_groups]
+        if len(groups) == len(self._groups) and all(
+            len(now) == len(then) and all(map(operator.is_, now, then)) for now, then in zip(groups, self._groups)
+        ):
+            return
+        self._members = None
+        self._rule.forget_groups()
+        for index, members in enumerate(groups):
+            for parameter in members:
+                self._take(parameter, index, {})
+        self._groups = [list(members) for members in groups]
+        self.wrapped.param_groups[:] = self.param_groups
+
+    def _follow_state(self) -> None:
+        """What the user has done to ``state`` since the last look. State that is gone is made anew, as in torch."""
+        if self.state is not self.entries:
+            given, self.state = self.state, self.entries
+            self.entries.clear()
+            self.entries.update(given)
+        for parameter in self.entries.edits():
+            i = self.engine.index.get(id(parameter))
+            if i is not None and i in self.placed():
+                entry = self.entries.take(parameter)
+                if entry:
+                    self._rule.load(i, entry)
+                else:
+                    self._rule.reset(i, next(k for k, group in enumerate(self._groups) if any(p is parameter for p in group)))
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -141,6 +175,8 @@ class ShardedOptimizer(Optimizer):
         if engine.closed:
             raise UsageError("the model was unwrapped; this optimizer no longer has anything to step")
         engine.check()
+        self._follow_groups()
+        self._follow_state()
         wants_norm = self._skip_nonfinite or self._max_norm is not None
         engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING)
         self.step_was_skipped = wants_norm and not self._clip()
@@ -172,12 +208,17 @@ class ShardedOptimizer(Optimizer):
 
     def _split(self) -> "tuple[array.array, list[torch.Tensor]]":
         """Our parameters that are in the layout, by index, and the others."""
+        self._follow_groups()
         if self._members is None:
             everyone = [p for group in self.param_groups for p in group["params"]]
             placed = [i for p in everyone if (i := self.engine.index.get(id(p))) is not None and self.engine.placed(i)]
             inside = {id(self.engine.params[i]) for i in placed}
             self._members = indices(placed), [p for p in everyone if id(p) not in inside]
         return self._members
+
+    def placed(self) -> "array.array":
+        """Our parameters that are in the layout, by index."""
+        return self._split()[0]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's: gradients become None, or zero. Local; drops what has not been stepped with."""
@@ -197,6 +238,9 @@ class ShardedOptimizer(Optimizer):
         torch.distributed.checkpoint at any world size, and for ``torch.save`` to be loaded at the same one. Parameters of low
         precision carry their FP32 master as ``master_param``."""
         extend_torch()
+        if "engine" in self.__dict__:
+            self._follow_groups()
+            self._follow_state()
         saved = super().state_dict()
         everyone = [parameter for group in self.param_groups for parameter in group["params"]]
         for position, parameter in enumerate(everyone):
@@ -219,6 +263,8 @@ class ShardedOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self._follow_groups()
+        self._follow_state()
         groups, saved_groups = self.param_groups, state_dict["param_groups"]
         if len(groups) != len(saved_groups):
             raise ValueError("loaded state dict has a different number of parameter groups")

@@ -47,7 +47,7 @@ class FusedRule:
         self.groups[i] = group_index
         self._addresses = None
         if self._names(self.owner.param_groups[group_index]) or warm:
-            self.owner.state.announce(self.engine.params[i])
+            self.owner.entries.announce(self.engine.params[i])
         if warm:
             self.load(i, warm)
 
@@ -72,7 +72,11 @@ class FusedRule:
     def entry(self, parameter: torch.Tensor) -> "dict[str, Any]":
         """What ``optimizer.state`` shows of a parameter."""
         i = self.engine.index[id(parameter)]
-        names = self._names(self.owner.param_groups[self.groups[i]])
+        bucket, group = self.engine.slots.piece(i)[0], self.groups[i]
+        if group >= 0:
+            names = self._names(self.owner.param_groups[group])
+        else:  # no member any more, but its state is kept, as in torch
+            names = tuple(name for name in STATE_NAMES[self.kind] if bucket in self.flat[name])
         if self.kind == ADAM:
             return {"step": self.steps[i], **{name: self._view(name, i) for name in names}}
         if self.steps[i] > 0:
@@ -91,12 +95,12 @@ class FusedRule:
                 for name in wanted[index]:
                     if bucket not in self.flat[name]:
                         self.flat[name][bucket] = torch.zeros(shape["segment"], dtype=torch.float32)
-        for index, names in enumerate(self._made):
+        for index, names in enumerate(self._made[: len(wanted)]):
             if names != wanted[index]:
                 for parameter in groups[index]["params"]:
                     i = self.engine.index.get(id(parameter), -1)
                     if i >= 0 and self.groups[i] == index:
-                        self.owner.state.announce(parameter)
+                        self.owner.entries.announce(parameter)
         self._made = wanted
         buckets = range(self.engine.n_buckets)
         self._addresses = [
@@ -117,28 +121,40 @@ class FusedRule:
         options = [self._options(group) for group in self.owner.param_groups]
         self.engine.core.update(self.kind, self.groups, options, self.steps.data_ptr(), self._addresses)
         for i in [i for i in self._unset if self.steps[i] > 0]:
-            self.owner.state.announce(self.engine.params[i])
+            self.owner.entries.announce(self.engine.params[i])
             self._unset.discard(i)
+
+    def forget_groups(self) -> None:
+        """Nothing is a member until it is added again."""
+        self.groups = array.array("i", [-1]) * len(self.engine.params)
+        self._addresses = None
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         parameter = self.engine.params[i]
         bucket = self.engine.slots.piece(i)[0]
-        for name in STATE_NAMES[self.kind]:
-            value = saved.get(name)
+        values = [saved.get(name) for name in STATE_NAMES[self.kind]]
+        # Copies, because what is loaded may be views of what is overwritten.
+        pieces = [None if value is None else piece_of(value, i, self.engine).clone() for value in values]
+        for name, value in zip(STATE_NAMES[self.kind], pieces):
             if value is not None:
-                self._view(name, i).copy_(piece_of(value, i, self.engine))
+                self._view(name, i).copy_(value)
             elif bucket in self.flat[name]:
                 self._view(name, i).zero_()
         if self.kind == ADAM:
             self.steps[i] = float(saved.get("step", 0.0))
         else:
             self.steps[i] = 1.0 if saved.get("momentum_buffer") is not None else 0.0
-        if parameter in self.owner.state:
-            self.owner.state.announce(parameter)
+        if parameter in self.owner.entries or saved:
+            self.owner.entries.announce(parameter)
+
+    def reset(self, i: int, group_index: int) -> None:
+        """State as before the first step."""
+        self.load(i, {})
+        self.add(i, group_index, {})
 
     def to_save(self, i: int) -> "dict[str, Any]":
         """A momentum buffer that the first step will fill is there to be loaded into, as a loaded one."""
-        state = self.owner.state[self.engine.params[i]]
+        state = self.owner.entries[self.engine.params[i]]
         return {name: self._view(name, i) if value is None else value for name, value in state.items()}
 
     def bytes(self) -> int:
@@ -157,6 +173,8 @@ class TorchRule:
         self.shards: dict[int, nn.Parameter] = {}
 
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
+        if i in self.shards:  # in another group now
+            return
         slot = self.engine.slots[i]
         self.shards[i] = nn.Parameter(slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"])
         if warm:
@@ -174,7 +192,15 @@ class TorchRule:
         self.optimizer._init_group({**group, "params": [shard]}, *([] for _ in range(lists)))
         shard.grad = None
         if shard in self.optimizer.state:
-            self.owner.state.announce(self.engine.params[i])
+            self.owner.entries.announce(self.engine.params[i])
+
+    def forget_groups(self) -> None:
+        """Nothing: each step looks at the groups."""
+
+    def reset(self, i: int, group_index: int) -> None:
+        """State as before the first step."""
+        self.optimizer.state.pop(self.shards[i], None)
+        self._fill(i, self.owner.param_groups[group_index])
 
     def prepare(self) -> None:
         """Nothing: state is made as members come."""
@@ -197,11 +223,11 @@ class TorchRule:
             return mine.to(shard.dtype if mine.is_floating_point() else mine.dtype, copy=True)
 
         self.optimizer.state[shard] = {key: piece(key, value) for key, value in saved.items() if key != MASTER}
-        self.owner.state.announce(parameter)
+        self.owner.entries.announce(parameter)
 
     def step(self) -> None:
         core = self.engine.core
-        stepped = [i for i in self.shards if core.gradient(i) == HELD]
+        stepped = [i for i in self.owner.placed() if core.gradient(i) == HELD]
         core.adopt(indices(stepped))
         for i in stepped:
             core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
@@ -222,8 +248,8 @@ class TorchRule:
         for before, after in zip(outer, inner):
             before.update({key: value for key, value in after.items() if key != "params"})
         for i in stepped:
-            if self.shards[i] in self.optimizer.state and self.engine.params[i] not in self.owner.state:
-                self.owner.state.announce(self.engine.params[i])
+            if self.shards[i] in self.optimizer.state and self.engine.params[i] not in self.owner.entries:
+                self.owner.entries.announce(self.engine.params[i])
         core.publish(indices(stepped))
 
     def bytes(self) -> int:
@@ -256,6 +282,8 @@ def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
         return value.local
     if value.is_complex():
         value = torch.view_as_real(value.detach().resolve_conj())
+    if value.dim() == 1 and value.numel() == cut.numel and value.shape != cut.shape:
+        return value  # this rank's piece, as optimizer.state shows it
     if value.shape != cut.shape:
         raise UsageError(
             f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
