@@ -77,7 +77,7 @@ class Pair:
                 model[name] = value
         tree: dict[str, Any] = {MODEL: model}
         if self.optimizers:
-            tree[OPTIMIZER] = {"state": {}, "param_groups": []}
+            tree[OPTIMIZER] = {"state": {}, **({"param_groups": []} if first else {})}  # an empty list is saved as one
         for optimizer in self.optimizers:
             saved = optimizer.state_dict()
             names = [name for name, _ in self._parameters(optimizer)]
@@ -168,7 +168,8 @@ class Pair:
             if i is None:
                 tree[key] = value
             else:
-                master = saved.states(name).get(MASTER)  # how get_state_dict has it, beside weights of low precision
+                # get_state_dict has masters beside weights of low precision, under the first of a tied parameter's names.
+                master = saved.states(self.name_of[id(self.names[name])]).get(MASTER)
                 tree[master or key] = self._master(i)
         known = {f"{MODEL}.{name}" for name in state}.union(tree)
         wrong += [f"the model has no {key.removeprefix(MODEL)[1:]!r}" for key in saved.model_keys() if key not in known]
