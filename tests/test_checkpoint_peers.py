@@ -2,6 +2,7 @@
 
 import pytest
 import ranks
+import shardstep
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -215,3 +216,147 @@ def test_weights_of_a_plain_fp32_model_become_masters(of_peer):
     for got in ranks.run(3, low_loads, folder / "dcp"):
         for name, value in expected.items():
             assert torch.equal(got[name], value.bfloat16().float() if name in frozen else value), name
+
+
+# -- whole files --------------------------------------------------------------------------------------------------
+
+
+def saves_full(rank, world, folder, asynchronous, options):
+    model, optimizer = start("wrap", seed=1, **options)
+    optimizer.param_groups[1]["lr"] = 2e-2
+    train(model, optimizer, range(3), rank, world)
+    saving = checkpoint.save(folder, model, optimizer, step=3, full=True, async_=asynchronous, extra=rank)
+    train(model, optimizer, range(3, 6), rank, world)
+    saving.result()
+    return weights(model)
+
+
+def loads_full(rank, world, folder):
+    model, optimizer = start("wrap", seed=2)
+    assert checkpoint.load(folder, model, optimizer).extra == (rank if rank < 3 else 0)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
+    train(model, optimizer, range(3, 6), rank, world)
+    return weights(model)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_whole_files_are_those_of_one_process_and_load_at_any_number_of_ranks(asynchronous, tmp_path):
+    expected = ranks.run(3, saves_full, tmp_path, asynchronous, {})[0]
+    folder = tmp_path / "step-00000003"
+    files = ["manifest.json", "model.pt", "optimizer.pt", "rank-0.pt", "rank-1.pt", "rank-2.pt"]
+    assert sorted(path.name for path in folder.iterdir()) == files
+    plain = Odd(2)
+    state = torch.load(folder / "model.pt", weights_only=True)
+    assert state["tied.weight"].data_ptr() == state["tied_again.weight"].data_ptr()
+    assert state["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+    plain.load_state_dict(state)
+    optimizer = optimizer_over(plain)
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 2e-2]
+    train(plain, optimizer, range(3, 6), 0, 1)
+    assert_same(weights(plain), expected, exactly=False)
+    for world in (2, 4):
+        for got in ranks.run(world, loads_full, tmp_path):
+            assert_same(got, expected, exactly=False)
+    for got in ranks.run(3, loads_full, tmp_path):
+        assert_same(got, expected, exactly=True)
+
+
+def test_damaged_whole_file_is_refused(tmp_path):
+    ranks.run(3, saves_full, tmp_path, False, {})
+    path = tmp_path / "step-00000003" / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="passed over: .*optimizer.pt is damaged: its checksum"):
+        assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["distributed", "full"])
+def test_weights_are_exported_as_safetensors(full, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    ranks.run(3, saves_full if full else low_saves, tmp_path, *((False, {}) if full else ()))
+    checkpoint_folder = tmp_path / "step-00000003"
+    assert checkpoint.export(tmp_path) == tmp_path / "step-00000003.safetensors"
+    low = checkpoint.export(checkpoint_folder, tmp_path / "low.safetensors", dtype=torch.bfloat16)
+    # What torch reads from the same checkpoint, in one process.
+    expected = Odd(2).state_dict()
+    if full:
+        expected = torch.load(checkpoint_folder / "model.pt")
+    else:
+        dcp.load({"model": expected}, checkpoint_id=checkpoint_folder, no_dist=True)
+    got, got_low = safetensors.load_file(tmp_path / "step-00000003.safetensors"), safetensors.load_file(low)
+    assert got.keys() == got_low.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+        assert torch.equal(got_low[name], value.bfloat16() if value.is_floating_point() else value), name
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_what_cannot_be_exported_is_said(tmp_path):
+    with pytest.raises(shardstep.CheckpointError, match="there is no complete checkpoint in"):
+        checkpoint.export(tmp_path)
+    with pytest.raises(shardstep.UsageError, match="format='gguf': only 'safetensors' can be written"):
+        checkpoint.export(tmp_path, format="gguf")
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(shardstep.CheckpointError, match="is not a complete checkpoint: it has no manifest.json"):
+        checkpoint.export(tmp_path / "step-00000001")
+
+
+# -- other people's ways of saving a model ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["wrap", "class"])
+def test_transformers_saves_and_loads_the_model(form, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=31, n_positions=8)
+    model = plain = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if form == "wrap":
+        model, optimizer = shardstep.wrap(model, optimizer)
+    else:
+        model = shardstep.DistributedDataParallel(model)
+        optimizer = shardstep.ShardedOptimizer(optimizer, model)
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    getattr(model, "module", model).save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.GPT2LMHeadModel
+    assert transformers.GPT2Config.from_pretrained(tmp_path).architectures == ["GPT2LMHeadModel"]
+    assert_same(dict(loaded.named_parameters()), dict(plain.named_parameters()), exactly=True)
+    model.unwrap()
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, as LoRA has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(300, 300)
+        self.base.requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(300, 4, bias=False), nn.Linear(4, 300, bias=False)
+
+    def forward(self, x):
+        return (self.base(x) + self.lora_b(self.lora_a(x))).square().mean()
+
+
+def saves_adapter(rank, world, folder):
+    model = Adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = shardstep.wrap(model, torch.optim.AdamW(trained, lr=1e-2))
+    model(torch.ones(1, 300)).backward()
+    optimizer.step()
+    state = model.state_dict()
+    torch.save({name: value for name, value in state.items() if "lora" in name}, folder / f"adapter-{rank}.pt")
+    torch.save(state["lora_a.weight"], folder / f"one-{rank}.pt")
+    return {name: value.clone() for name, value in state.items()}
+
+
+def test_subset_of_the_weights_takes_only_its_own_bytes(tmp_path):
+    for rank, state in enumerate(ranks.run(2, saves_adapter, tmp_path)):
+        for file, size in ((f"adapter-{rank}.pt", 2 * 4 * 1200), (f"one-{rank}.pt", 4 * 1200)):
+            assert size < (tmp_path / file).stat().st_size < size + 2500
+        adapter = torch.load(tmp_path / f"adapter-{rank}.pt")
+        assert_same(adapter, {name: state[name] for name in ("lora_a.weight", "lora_b.weight")}, exactly=True)

@@ -149,8 +149,9 @@ _CLASSES: "dict[type, type]" = {}
 
 def _wrapped_class(cls: type) -> type:
     if cls not in _CLASSES:
-        members = {"_shardstep_original": cls, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), members)
+        # Under the same name: transformers writes it into the configuration of what it saves.
+        same = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        _CLASSES[cls] = type(cls.__name__, (WrappedModule, cls), {"_shardstep_original": cls, **same})
     return _CLASSES[cls]
 
 

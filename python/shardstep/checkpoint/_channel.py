@@ -30,9 +30,16 @@ class Channel:
         rank."""
         try:
             return [pickle.loads(zlib.decompress(m)) for m in _C.exchange(self._transport, _packed(value))]
+        except (TimeoutError, KeyboardInterrupt):  # the others may wait for this rank yet, or come later
+            self._give_up("gave up")
+            raise
         except BaseException:
             self.broken = True
             raise
+
+    def _give_up(self, how: str) -> None:
+        self.broken = True
+        _C.fail(self._transport, f"rank {self.rank} {how}")
 
     def agree(self, doing: str, action: "Callable[[], T]") -> list[T]:
         """Every rank's result of ``action()``. Collective. Raises on every rank when the action has raised on any."""
@@ -42,8 +49,7 @@ class Channel:
         except Exception as error:
             cause, mine = error, (False, (type(error).__name__, str(error)))
         except BaseException:  # Ctrl-C: the others need not wait
-            self.broken = True
-            _C.fail(self._transport, f"rank {self.rank} was interrupted while {doing}")
+            self._give_up(f"was interrupted while {doing}")
             raise
         try:
             outcomes = self.exchange(mine)
