@@ -22,7 +22,11 @@ class Channel:
         group = Group(process_group)
         self.rank, self.world = group.rank, group.world
         self.broken = False
-        self._transport = open_transport(transport, group, timeout)
+        if transport == "c10d":  # the user's group carries nothing: exchanges go over one of their own
+            data, control = group.process_group.group_name, group.open_gloo("checkpoint", timeout)
+            self._transport = _C.open_c10d(data, control, group.rank, group.world, timeout)
+        else:
+            self._transport = open_transport(transport, group, timeout)
         weakref.finalize(self, group.release).atexit = False
 
     def exchange(self, value: Any) -> list[Any]:

@@ -105,6 +105,7 @@ class _Task:
         self.doing = f"saving a checkpoint to {folder}"
         self.progress: Callable[[int], None] = lambda n: None
         self._channel, self._folder = channel, folder
+        self._writer: Writer | None = None
 
         def prepare() -> "tuple[dict[str, Any], str]":
             _check(options)
@@ -146,13 +147,17 @@ class _Task:
             raise
 
     def run_in_background(self) -> None:
+        failure: BaseException | None = None
         try:
             self.run()
-            self._state = {}
-            self.saving._future.set_result(None)
         except BaseException as error:
             logging.getLogger("shardstep").error("%s: %s", type(error).__name__, error)  # result() may never be called
-            self.saving._future.set_exception(error)
+            failure = error
+        self._state, self._writer = {}, None  # the copies end before anybody hears of it
+        if failure is None:
+            self.saving._future.set_result(None)
+        else:
+            self.saving._future.set_exception(failure)
 
     def _write(self, partial: Path) -> "Part":
         self._writer = Writer(self._seen(partial), self._channel.rank, self._channel.world, self.progress)

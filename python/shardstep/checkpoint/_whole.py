@@ -77,10 +77,12 @@ def _map(tree: Any, function: "Callable[[Path, torch.Tensor], Any]", path: Path 
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which the caller keeps alive."""
+    """The memory of a contiguous tensor, which it keeps alive."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    buffer.tensor = tensor
+    return memoryview(buffer).cast("B")
 
 
 def _write(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
