@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 BENCHMARKS := compare transport update scale
 QUICK ?= --quick
 
-.PHONY: train test bench install lint sanitize clean
+.PHONY: train test bench soak install lint sanitize clean
 
 train: $(INSTALLED)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
@@ -45,6 +45,10 @@ test: $(INSTALLED)
 # about 40 minutes, into the README: make bench QUICK= ARGS="--out benchmarks/results" && python benchmarks/report.py --write
 bench: $(INSTALLED)
 	set -e; for name in $(BENCHMARKS); do $(PYTHON) benchmarks/$$name.py $(QUICK) $(ARGS); done
+
+# Thirty random kills of a training run, which has to end as if there had been none. Three minutes on two cores.
+soak: $(INSTALLED)
+	$(PYTHON) tests/soak.py $(ARGS)
 
 install: $(INSTALLED)
 

@@ -6,6 +6,12 @@
 ``--impl`` trains the same model on the same bytes in the same order with shardstep, torch's DistributedDataParallel
 or torch's FSDP2, so the three can be laid side by side. With ``--dtype bfloat16`` each does what its users do:
 shardstep and FSDP2 keep FP32 master weights, compute in bfloat16 and reduce in FP32; DDP runs under torch.autocast.
+
+With ``--save-every`` a run outlives its processes: torchrun starts the ranks again, and they go on where they were.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_text.py --save-every 50 --resume auto
+
+It may go on with another number of ranks; as long as ranks times ``--accumulate`` is the same, so are its batches.
 """
 
 import argparse
@@ -14,6 +20,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -44,7 +51,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/train_text"), help="folder for the loss curve")
-    return parser.parse_args()
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (shardstep only); 0: none")
+    parser.add_argument("--async-save", action="store_true", help="write checkpoints while the training goes on")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
+    parser.add_argument("--resume", choices=["no", "auto"], default="no", help="auto: go on from the newest, if there is one")
+    args = parser.parse_args()
+    if args.impl != "shardstep" and (args.save_every or args.resume != "no"):
+        parser.error("--save-every and --resume are for --impl shardstep")
+    return args
 
 
 def relaunch_through_torchrun(ranks: int) -> None:
@@ -123,6 +137,51 @@ class Batches:
         for micro_batch in starts:
             inputs, targets = self.corpus.windows(micro_batch, args.context)
             yield inputs.to(self.device), targets.to(self.device)
+
+
+@dataclass
+class Progress:
+    """Where the run is, besides the weights and the optimizer."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)  # bits per byte, rank 0
+    held_out: dict[int, float] = field(default_factory=dict)  # step: bits per byte
+    training_seconds: float = 0.0
+
+
+class Checkpoints:
+    """Saves and restores all that the next step depends on."""
+
+    def __init__(self, args: argparse.Namespace, model, optimizer, scheduler, batches: Batches, progress: Progress):
+        self.args, self.folder = args, args.out / "checkpoints"
+        self.pair, self.scheduler, self.batches, self.progress = (model, optimizer), scheduler, batches, progress
+
+    def restore(self) -> bool:
+        from shardstep import checkpoint
+
+        if self.args.resume == "no" or checkpoint.latest(self.folder) is None:
+            return False
+        extra = checkpoint.load(self.folder, *self.pair).extra
+        self.scheduler.load_state_dict(extra["scheduler"])
+        self.batches.generator.set_state(extra["batches"])
+        vars(self.progress).update(extra["progress"])
+        return True
+
+    def save(self) -> None:
+        """After the steps that are to be saved."""
+        step, args = self.progress.step, self.args
+        if not args.save_every or (step % args.save_every and step != args.steps):
+            return
+        from shardstep import checkpoint
+
+        extra = {
+            "scheduler": self.scheduler.state_dict(),
+            "batches": self.batches.generator.get_state(),
+            "progress": vars(self.progress),
+        }
+        saved = checkpoint.save(self.folder, *self.pair, step=step, extra=extra, keep=args.keep, async_=args.async_save)
+        if step == args.steps:
+            saved.result()
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -211,10 +270,12 @@ def main() -> None:
     say(f"{args.impl}, W = {world}, {args.dtype}, {parameters:,} parameters, {step_bytes:,} bytes of text per step")
     say(f"text: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
 
-    losses: list[float] = []  # bits per byte, rank 0
-    held_out: dict[int, float] = {}  # step: bits per byte
-    training_seconds = 0.0
-    progress = tqdm(range(1, args.steps + 1), disable=rank != 0, unit="step", mininterval=0.5)
+    run = Progress()
+    checkpoints = Checkpoints(args, model, optimizer, scheduler, batches, run)
+    if checkpoints.restore():
+        say(f"going on after step {run.step}")
+    steps = range(run.step + 1, args.steps + 1)
+    progress = tqdm(steps, initial=run.step, total=args.steps, disable=rank != 0, unit="step", mininterval=0.5)
     for step in progress:
         started = time.perf_counter()
         total = torch.zeros((), device=device)
@@ -229,32 +290,34 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        losses.append(total.item() / math.log(2))
+        run.step = step
+        run.losses.append(total.item() / math.log(2))
         seconds = time.perf_counter() - started
-        training_seconds += seconds
+        run.training_seconds += seconds
 
-        postfix = {"bits/byte": f"{losses[-1]:.3f}", "tokens/s": f"{step_bytes / seconds:,.0f}"}
+        postfix = {"bits/byte": f"{run.losses[-1]:.3f}", "tokens/s": f"{step_bytes / seconds:,.0f}"}
         if args.impl == "shardstep":
             last = model.stats()["step"]
             postfix["wire MB"] = f"{last['wire_bytes'] / 1e6:.2f}"
             postfix["exposed ms"] = f"{last['exposed_seconds'] * 1e3:.2f}"
         progress.set_postfix(postfix, refresh=False)
         if step % max(1, args.steps // 10) == 0 or step == args.steps:
-            held_out[step] = held_out_bits(model, held_out_inputs, held_out_targets, args.batch, autocast)
-            say(f"step {step:5d}: held-out {held_out[step]:.3f} bits per byte")
+            run.held_out[step] = held_out_bits(model, held_out_inputs, held_out_targets, args.batch, autocast)
+            say(f"step {step:5d}: held-out {run.held_out[step]:.3f} bits per byte")
+        checkpoints.save()
 
     with autocast():
         text = sample(model, PROMPT, 400, args.context, device, args.seed)
     if rank == 0:
         curve = args.out / f"{args.impl}-{args.dtype}.png"
-        plot(curve, f"{args.impl}, W = {world}, {args.dtype}, {parameters:,} parameters", losses, held_out, known)
+        plot(curve, f"{args.impl}, W = {world}, {args.dtype}, {parameters:,} parameters", run.losses, run.held_out, known)
         say(f"\nA continuation of {PROMPT!r}:\n\n{printable(text)}\n")
-        say(f"held-out bits per byte: {held_out[args.steps]:.3f}")
+        say(f"held-out bits per byte: {run.held_out[args.steps]:.3f}")
         for name, bits in known.items():
             say(f"    byte {name:8s} {bits:.3f}")
-        mean_step = training_seconds / args.steps
+        mean_step = run.training_seconds / args.steps
         speed = f"{mean_step * 1e3:.1f} ms per step, {step_bytes / mean_step:,.0f} tokens/s"
-        say(f"{training_seconds:.1f} s of training, {speed}")
+        say(f"{run.training_seconds:.1f} s of training, {speed}")
         say(f"loss curve: {curve}")
     dist.destroy_process_group()
 

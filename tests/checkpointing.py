@@ -6,9 +6,10 @@ from torch import nn
 
 
 class Odd(nn.Module):
-    """Odd shapes, fewer elements than ranks, frozen, tied, 0-dim and empty parameters, and one in channels_last."""
+    """Odd shapes, fewer elements than ranks, frozen, tied, 0-dim and empty parameters, and one in channels_last. The last three
+    are nothing for FSDP2; ``plain`` has others in their place."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, plain=False):
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(7, 53)
@@ -17,10 +18,12 @@ class Odd(nn.Module):
         self.tied = nn.Linear(7, 53, bias=False)
         self.tied_again = nn.Linear(7, 53, bias=False)
         self.tied_again.weight = self.tied.weight
-        self.conv = nn.Conv2d(3, 11, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(3, 11, 3)
+        if not plain:
+            self.conv.to(memory_format=torch.channels_last)
         self.pair = nn.Parameter(torch.randn(2))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.tensor([1.5] if plain else 1.5))
+        self.empty = nn.Parameter(torch.ones(1, 3) if plain else torch.empty(0, 3))
         self.frozen.requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
@@ -30,7 +33,7 @@ class Odd(nn.Module):
         out = self.second(hidden) * self.scale + self.frozen(hidden).sum(1, keepdim=True)
         out = self.second(self.tied(out).tanh() + self.tied_again(x))
         image = self.conv(out[:, :3, None, None].expand(-1, 3, 3, 3).contiguous())
-        return out.square().mean() + image.square().mean() + self.pair.prod() ** 2 + self.empty.sum()
+        return out.square().mean() + image.square().mean() + self.pair.prod() ** 2 + self.empty.square().sum()
 
 
 def optimizer_over(model):
@@ -40,8 +43,8 @@ def optimizer_over(model):
     return torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)], lr=1e-2)
 
 
-def start(form, seed, optimizer_over=optimizer_over, **options):
-    model = Odd(seed)
+def start(form, seed, optimizer_over=optimizer_over, plain=False, **options):
+    model = Odd(seed, plain)
     options = dict(bucket_cap_mb=0.002, **options)
     if form == "wrap":
         return shardstep.wrap(model, optimizer_over(model), **options)

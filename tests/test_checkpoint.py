@@ -1,7 +1,9 @@
 """``shardstep.checkpoint``: what is saved comes back, at any number of ranks, complete or not at all."""
 
+import io
 import os
 import random
+import sys
 import threading
 import time
 
@@ -329,3 +331,20 @@ def blocked(rank, world, folder):
 
 def test_async_save_holds_up_nothing_but_the_next_save(tmp_path):
     ranks.run(2, blocked, tmp_path)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "file"])
+def test_long_save_shows_its_progress_on_a_terminal(terminal, tmp_path, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(checkpoint._progress, "SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", shown := Terminal() if terminal else io.StringIO())
+    model, optimizer = shardstep.wrap(layer := nn.Linear(300, 300), torch.optim.AdamW(layer.parameters()))
+    checkpoint.save(tmp_path, model, optimizer, step=7)
+    model.unwrap()
+    assert (f"saving {tmp_path}/step-00000007" in shown.getvalue()) == terminal
+    assert ("MB" in shown.getvalue() or "1.08M" in shown.getvalue()) == terminal  # 90,300 numbers, three times

@@ -241,3 +241,26 @@ def test_rank_that_dies_while_saving_is_named_at_once(victim, moment, asynchrono
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
     some(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def late(rank, world, folder, transport):
+    """One rank comes to its save when the other has given up."""
+    model, optimizer = start("wrap", seed=1, transport=transport, timeout=1.5)
+    checkpoint.save(folder, model, optimizer, step=1)
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(2.0)
+    with pytest.raises(shardstep.Error) as raised:
+        checkpoint.save(folder, model, optimizer, step=2)
+    seconds = time.monotonic() - began
+    train(model, optimizer, [1], rank, world)
+    checkpoint.save(folder, model, optimizer, step=3)
+    return type(raised.value).__name__, str(raised.value), seconds
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_rank_that_does_not_come_is_a_timeout_and_the_next_save_works(transport, tmp_path):
+    waited, came = ranks.run(2, late, tmp_path, transport)
+    assert waited[0] == "TimeoutError" and "while saving" in waited[1] and 1.4 < waited[2] < 3.0, waited
+    assert came[0] in ("AbortedError", "PeerLostError") and "rank 0" in came[1] and came[2] < 3.5, came
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]

@@ -100,6 +100,18 @@ static int failed_peer(const ss_shm *t)
     return -1;
 }
 
+/* The first bucket that I have launched and this rank has not, or -1. */
+static int not_launched_by(const ss_shm *t, int rank)
+{
+    for (int i = t->unreduced; i < t->n_launched; i++) {
+        ss_shm_await gradients = {SS_AWAIT_GRADIENTS, SS_PLANE_GRAD, t->launched[i], 2 * t->buckets[t->launched[i]].round};
+        if (!ss_shm_arrived(t, &gradients, rank)) {
+            return t->launched[i];
+        }
+    }
+    return -1;
+}
+
 static ss_code timed_out(const ss_shm *t, const ss_shm_await *what, ss_error *err)
 {
     char text[96], ranks[256];
@@ -122,9 +134,14 @@ static ss_code timed_out(const ss_shm *t, const ss_shm_await *what, ss_error *er
         return SS_OK; /* they came at the last moment */
     }
     describe(what, text);
-    return ss_fail_at(err, SS_ERR_TIMEOUT, first, what->bucket,
-                      "rank %d has waited %g s in vain for the %s from rank%s %s", t->base.rank, t->base.timeout, text,
-                      count == 1 ? "" : "s", ranks);
+    int missing = what->phase == SS_AWAIT_MESSAGE ? not_launched_by(t, first) : -1;
+    char also[64] = "";
+    if (missing >= 0) { /* where that rank has stopped, as far as its peers can see */
+        snprintf(also, sizeof also, "; rank %d has not sent bucket %d", first, missing);
+    }
+    return ss_fail_at(err, SS_ERR_TIMEOUT, first, missing >= 0 ? missing : what->bucket,
+                      "rank %d has waited %g s in vain for the %s from rank%s %s%s", t->base.rank, t->base.timeout, text,
+                      count == 1 ? "" : "s", ranks, also);
 }
 
 static int interrupted(const ss_shm *t)

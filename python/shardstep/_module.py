@@ -174,13 +174,15 @@ def _wrapped_class(module: nn.Module) -> type:
             stacklevel=4,
         )
     if (cls, taken) not in _CLASSES:
-        members = {"_shardstep_original": cls, "__doc__": cls.__doc__}
+        # Under the same name: transformers writes it into the configuration of what it saves.
+        same = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+        members = {"_shardstep_original": cls, **same}
         for name in taken:
             if name in registered:
                 members[name] = property(lambda self, name=name: nn.Module.__getattr__(self, name))
             else:  # the instance's own comes first
                 members[name] = inspect.getattr_static(cls, name, None)
-        _CLASSES[cls, taken] = type(f"Sharded{cls.__name__}", (WrappedModule, cls), members)
+        _CLASSES[cls, taken] = type(cls.__name__, (WrappedModule, cls), members)
     return _CLASSES[cls, taken]
 
 

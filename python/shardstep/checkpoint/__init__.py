@@ -10,7 +10,8 @@ A checkpoint is a folder that torch.distributed.checkpoint can read, with a chec
 and gets its name when it is complete; one that is incomplete or damaged is refused. Loading executes nothing that is in it.
 """
 
+from shardstep.checkpoint._export import export
 from shardstep.checkpoint._load import Restored, latest, load
 from shardstep.checkpoint._save import Saving, save
 
-__all__ = ["Restored", "Saving", "latest", "load", "save"]
+__all__ = ["Restored", "Saving", "export", "latest", "load", "save"]

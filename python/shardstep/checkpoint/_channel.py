@@ -22,7 +22,11 @@ class Channel:
         group = Group(process_group)
         self.rank, self.world = group.rank, group.world
         self.broken = False
-        self._transport = open_transport(transport, group, timeout)
+        if transport == "c10d":  # the user's group carries nothing: exchanges go over one of their own
+            data, control = group.process_group.group_name, group.open_gloo("checkpoint", timeout)
+            self._transport = _C.open_c10d(data, control, group.rank, group.world, timeout)
+        else:
+            self._transport = open_transport(transport, group, timeout)
         weakref.finalize(self, group.release).atexit = False
 
     def exchange(self, value: Any) -> list[Any]:
@@ -30,9 +34,16 @@ class Channel:
         rank."""
         try:
             return [pickle.loads(zlib.decompress(m)) for m in _C.exchange(self._transport, _packed(value))]
+        except (TimeoutError, KeyboardInterrupt):  # the others may wait for this rank yet, or come later
+            self._give_up("gave up")
+            raise
         except BaseException:
             self.broken = True
             raise
+
+    def _give_up(self, how: str) -> None:
+        self.broken = True
+        _C.fail(self._transport, f"rank {self.rank} {how}")
 
     def agree(self, doing: str, action: "Callable[[], T]") -> list[T]:
         """Every rank's result of ``action()``. Collective. Raises on every rank when the action has raised on any."""
@@ -42,8 +53,7 @@ class Channel:
         except Exception as error:
             cause, mine = error, (False, (type(error).__name__, str(error)))
         except BaseException:  # Ctrl-C: the others need not wait
-            self.broken = True
-            _C.fail(self._transport, f"rank {self.rank} was interrupted while {doing}")
+            self._give_up(f"was interrupted while {doing}")
             raise
         try:
             outcomes = self.exchange(mine)

@@ -12,8 +12,9 @@ from shardstep._errors import CheckpointError
 from shardstep.checkpoint import _folder, _ranks
 from shardstep.checkpoint._channel import Channel, channel_of
 from shardstep.checkpoint._folder import Manifest, candidates, damage
+from shardstep.checkpoint._saved import Saved, open_distributed, open_whole
 from shardstep.checkpoint._state import Pair
-from shardstep.checkpoint._storage import METADATA, read_metadata
+from shardstep.checkpoint._storage import METADATA
 
 
 class Restored(NamedTuple):
@@ -27,7 +28,7 @@ class Restored(NamedTuple):
 
 def latest(dir: "str | os.PathLike") -> "Path | None":
     """The newest checkpoint in ``dir`` that is complete and undamaged, or None. Reads all of it, to check. Local."""
-    for checkpoint in candidates(Path(dir)):
+    for checkpoint in candidates(Path(dir).absolute()):
         try:
             wrong = damage(checkpoint, Manifest.read(checkpoint))
         except CheckpointError as error:
@@ -54,12 +55,12 @@ def load(
     pair = Pair(model, optimizer)
     channel = channel_of(pair.engine)
     doing = f"loading {dir}"
-    path, manifest = _choose(channel, doing, Path(dir))
+    path, manifest = _choose(channel, doing, Path(dir).absolute())
     rank, old_world = channel.rank, manifest.world if manifest is not None else 0
 
     def prepare() -> "tuple[Callable[[], None], dict[str, Any]]":
-        mine = _ranks.load(path, rank if rank < old_world else 0) if manifest is not None else {"extra": {}}
-        return pair.prepare(path, read_metadata(path)), mine
+        mine = _ranks.load(path, rank if rank < old_world else 0) if manifest is not None else {}
+        return pair.prepare(_open(path, manifest)), mine
 
     def read() -> None:
         prepared()
@@ -71,16 +72,48 @@ def load(
     pair.gather()
     if rank < old_world:
         _ranks.set_random_state(mine["random"])
+    if manifest is None:
+        return Restored(None, {}, path)
     _folder.SEEN.add(path.parent)
-    return Restored(manifest.step if manifest is not None else None, mine["extra"], path)
+    return Restored(manifest.step, mine["extra"], path)
+
+
+def open_checked(dir: "str | os.PathLike") -> "tuple[Path, Saved]":
+    """As :func:`load` chooses, in one process."""
+    folder = Path(dir).absolute()
+    if not _is_checkpoint(folder):
+        found = latest(folder)
+        if found is None:
+            raise CheckpointError(f"there is no complete checkpoint in {folder}")
+        return found, _open(found, Manifest.read(found))
+    if _is_foreign(folder):
+        return folder, open_distributed(folder)
+    manifest = Manifest.read(folder)
+    wrong = damage(folder, manifest)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+    return folder, _open(folder, manifest)
+
+
+def _open(checkpoint: Path, manifest: "Manifest | None") -> Saved:
+    return open_whole(checkpoint) if manifest is not None and manifest.full else open_distributed(checkpoint)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return _folder.NAME.fullmatch(folder.name) is not None or (folder / METADATA).exists()
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Written by torch.distributed.checkpoint itself? Then there are no checksums to compare."""
+    return _folder.NAME.fullmatch(folder.name) is None and (folder / METADATA).exists()
 
 
 def _choose(channel: Channel, doing: str, folder: Path) -> "tuple[Path, Manifest | None]":
     """The same on every rank; each checks its share of the files."""
     found = channel.agree(doing, lambda: _candidates(folder) if channel.rank == 0 else None)[0]
     for checkpoint in found:
-        if checkpoint == folder and (checkpoint / METADATA).exists() and not _folder.NAME.fullmatch(checkpoint.name):
-            return checkpoint, None  # torch's own: there are no checksums to compare
+        if checkpoint == folder and _is_foreign(folder):
+            return checkpoint, None
         answers = channel.agree(doing, lambda checkpoint=checkpoint: _examine(channel, checkpoint))
         wrong = [problem for _, problem in answers if problem is not None]
         if not wrong:
@@ -96,9 +129,7 @@ def _candidates(folder: Path) -> list[Path]:
     """``folder`` itself when it is one, or those in it."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    if _folder.NAME.fullmatch(folder.name) or (folder / METADATA).exists():
-        return [folder]
-    return candidates(folder)
+    return [folder] if _is_checkpoint(folder) else candidates(folder)
 
 
 def _examine(channel: Channel, checkpoint: Path) -> "tuple[Manifest | None, str | None]":

@@ -1,5 +1,6 @@
 """``save``."""
 
+import copy
 import logging
 import operator
 import os
@@ -8,15 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
-from shardstep.checkpoint import _folder, _ranks
+from shardstep.checkpoint import _folder, _ranks, _whole
 from shardstep.checkpoint._channel import Channel, channel_of
 from shardstep.checkpoint._folder import File, Manifest
 from shardstep.checkpoint._progress import progress_bar
@@ -60,6 +60,7 @@ def save(
     extra: Any = None,
     keep: "int | None" = None,
     async_: bool = False,
+    full: bool = False,
 ) -> Saving:
     """Writes a checkpoint of a wrapped model and its optimizer (or optimizers) into the folder ``dir``, which all ranks see and
     which belongs to one run. Collective, between steps.
@@ -74,6 +75,8 @@ def save(
         keep: after it, remove all but this many of the newest checkpoints.
         async_: return when this rank's part is copied, and write in the background. A crash leaves the earlier checkpoint;
             the next save waits for this one first, and raises what went wrong with it.
+        full: write ``model.pt`` and ``optimizer.pt`` (``optimizer-1.pt``, ... with several), which ``torch.load`` reads in one
+            process, in place of torch.distributed.checkpoint's files. Nothing is gathered for it.
 
     Raises :class:`shardstep.CheckpointError`, on every rank: a rank could not write, and why. The training is as it was, and so
     are earlier checkpoints.
@@ -83,7 +86,7 @@ def save(
     before = PENDING.pop(pair.engine, None)
     if before is not None and not before._told:
         before.result()
-    task = _Task(channel, Path(dir), pair, dict(step=step, keep=keep, async_=async_), extra)
+    task = _Task(channel, Path(dir).absolute(), pair, dict(step=step, keep=keep, async_=async_, full=full), extra)
     if not async_:
         with progress_bar(channel.rank, task.doing, task.bytes()) as task.progress:
             task.run()
@@ -102,10 +105,11 @@ class _Task:
         self.doing = f"saving a checkpoint to {folder}"
         self.progress: Callable[[int], None] = lambda n: None
         self._channel, self._folder = channel, folder
+        self._writer: Writer | None = None
 
         def prepare() -> "tuple[dict[str, Any], str]":
             _check(options)
-            self._state = pair.to_save()
+            self._state = pair.whole_to_save() if options["full"] else pair.to_save()
             self._own = _ranks.packed(extra, {})
             return {"dir": str(folder), **options}, _ranks.digest(pair.buffers())
 
@@ -113,7 +117,7 @@ class _Task:
         channel.require_equal(self.doing, [said for said, _ in answers])
         if any(buffers != answers[0][1] for _, buffers in answers):
             self._own = _ranks.packed(extra, pair.buffers())
-        self._step, self._keep = operator.index(options["step"]), options["keep"]
+        self._step, self._keep, self._full = operator.index(options["step"]), options["keep"], bool(options["full"])
         self.saving = Saving(_folder.path_of(folder, self._step))
         self.doing = f"saving {self.saving.path}"
 
@@ -124,14 +128,18 @@ class _Task:
 
     def detach(self) -> None:
         """From here on the training may change its tensors."""
-        self._state = tree_map_only(torch.Tensor, torch.clone, self._state)
+        self._state = copy.deepcopy(self._state)
 
     def run(self) -> None:
         channel = self._channel
         first = channel.rank == 0
         partial = channel.agree(self.doing, lambda: _folder.begin(self._folder, self._step) if first else None)[0]
         try:
-            parts = channel.agree(self.doing, lambda: self._write(partial))
+            if self._full:
+                offsets = channel.agree(self.doing, lambda: self._lay_out(partial) if first else None)[0]
+                parts = channel.agree(self.doing, lambda: self._fill_in(partial, offsets))
+            else:
+                parts = channel.agree(self.doing, lambda: self._write(partial))
             channel.agree(self.doing, lambda: self._finish(partial, parts) if first else None)
         except BaseException:
             if first:
@@ -139,31 +147,60 @@ class _Task:
             raise
 
     def run_in_background(self) -> None:
+        failure: BaseException | None = None
         try:
             self.run()
-            self._state = {}
-            self.saving._future.set_result(None)
         except BaseException as error:
             logging.getLogger("shardstep").error("%s: %s", type(error).__name__, error)  # result() may never be called
-            self.saving._future.set_exception(error)
+            failure = error
+        self._state, self._writer = {}, None  # the copies end before anybody hears of it
+        if failure is None:
+            self.saving._future.set_result(None)
+        else:
+            self.saving._future.set_exception(failure)
 
-    def _write(self, partial: Path) -> "tuple[Any, Any, dict[str, File]]":
-        rank = self._channel.rank
+    def _write(self, partial: Path) -> "Part":
+        self._writer = Writer(self._seen(partial), self._channel.rank, self._channel.world, self.progress)
+        plan, results, files = self._writer.write(self._state)
+        return Part({**files, **self._write_own(partial)}, plan, results)
+
+    def _lay_out(self, partial: Path) -> "dict[str, dict[tuple, int]]":
+        return {name: _whole.lay_out(partial / name, tree) for name, tree in self._state.items()}
+
+    def _fill_in(self, partial: Path, offsets: "dict[str, dict[tuple, int]]") -> "Part":
+        for name, tree in self._state.items():
+            _whole.fill_in(self._seen(partial) / name, tree, offsets[name])
+        return Part(self._write_own(partial))
+
+    def _write_own(self, partial: Path) -> "dict[str, File]":
+        path = partial / _ranks.name_of(self._channel.rank)
+        _folder.write(path, self._own)
+        return {path.name: _folder.digest(path)}
+
+    def _seen(self, partial: Path) -> Path:
         if not partial.is_dir():
             raise FileNotFoundError(
-                f"{partial}, which rank 0 has made, is not there for rank {rank}; all ranks need the same file system"
+                f"{partial}, which rank 0 has made, is not there for rank {self._channel.rank}; all ranks need the same file "
+                "system"
             )
-        self._writer = Writer(partial, rank, self._channel.world, self.progress)
-        plan, results, files = self._writer.write(self._state)
-        own = partial / _ranks.name_of(rank)
-        _folder.write(own, self._own)
-        return plan, results, {**files, own.name: _folder.digest(own)}
+        return partial
 
-    def _finish(self, partial: Path, parts: "list[tuple[Any, Any, dict[str, File]]]") -> None:
-        files = {name: file for _, _, written in parts for name, file in written.items()}
-        files[METADATA] = self._writer.finish([plan for plan, _, _ in parts], [results for _, results, _ in parts])
-        manifest = Manifest(self._step, self._channel.world, False, files)
+    def _finish(self, partial: Path, parts: "list[Part]") -> None:
+        files = {name: file for part in parts for name, file in part.files.items()}
+        if self._full:
+            files.update({name: _folder.digest(partial / name) for name in self._state})
+        else:
+            files[METADATA] = self._writer.finish([part.plan for part in parts], [part.results for part in parts])
+        manifest = Manifest(self._step, self._channel.world, self._full, files)
         _folder.commit(partial, self.saving.path, manifest, self._keep)
+
+
+class Part(NamedTuple):
+    """What one rank has written; plan and results are DCP's."""
+
+    files: dict[str, File]
+    plan: Any = None
+    results: Any = None
 
 
 def _check(options: "dict[str, Any]") -> None:

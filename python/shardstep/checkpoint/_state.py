@@ -5,12 +5,9 @@ is saved as that, and every large tensor as the part of it that this rank writes
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict
 from torch.optim import Optimizer
 
@@ -20,12 +17,9 @@ from shardstep._flat_shard import Cut, FlatShard, is_dense, memory_order
 from shardstep._module import Synchronised
 from shardstep._optim import ShardedOptimizer
 from shardstep._rules import MASTER, SCALAR_STATE
-from shardstep.checkpoint._storage import read
+from shardstep.checkpoint._saved import MODEL, MODEL_FILE, OPTIMIZER, Saved, optimizer_file
 
-MODEL = "model"
-OPTIMIZER = "optimizer"
 EXTRA_STATE = "_extra_state"
-OPTIMIZER_NAMES = (OPTIMIZER, "optim")  # as others call it
 
 
 class Pair:
@@ -63,34 +57,59 @@ class Pair:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def to_save(self) -> "dict[str, Any]":
-        """What this rank writes; the tensors are those of the training, not copies. What is alike on all ranks and small is
-        rank 0's to write."""
+        """What this rank writes for torch.distributed.checkpoint. The tensors are those of the training, not copies. What is
+        alike on all ranks and small is rank 0's to write."""
         first = self.engine.group.rank == 0
-        model = {}
-        for name, value in get_model_state_dict(self.model).items():
-            parameter = self.names.get(name)
-            if parameter is not None and self.placed(parameter) is not None:
-                model[name] = self._master(self.placed(parameter))
-            elif parameter is not None and parameter.numel() > 0 and is_dense(value):
-                model[name] = self._even_part(value)
-            elif first:
-                model[name] = value
-        tree: dict[str, Any] = {MODEL: model}
+        tree: dict[str, Any] = {MODEL: self.model_to_save()}
         if self.optimizers:
-            tree[OPTIMIZER] = {"state": {}, "param_groups": []}
+            tree[OPTIMIZER] = {"state": {}, **({"param_groups": []} if first else {})}  # an empty list is saved as one
         for optimizer in self.optimizers:
-            saved = optimizer.state_dict()
+            state, groups = self.optimizer_to_save(optimizer)
             names = [name for name, _ in self._parameters(optimizer)]
-            for position, values in saved["state"].items():
-                tree[OPTIMIZER]["state"][names[position]] = {
-                    key: value
-                    for key, value in values.items()
-                    if key != MASTER and (first or isinstance(value, FlatShard))
-                }
+            tree[OPTIMIZER]["state"].update({names[position]: values for position, values in state.items()})
             if first:
-                groups = [{**group, "params": [names[k] for k in group["params"]]} for group in saved["param_groups"]]
+                groups = [{**group, "params": [names[k] for k in group["params"]]} for group in groups]
                 tree[OPTIMIZER]["param_groups"] += groups
         return tree
+
+    def model_to_save(self) -> "dict[str, Any]":
+        """By name. What of a tied parameter is one object under all its names."""
+        first = self.engine.group.rank == 0
+        shards: dict[int, FlatShard] = {}
+        model: dict[str, Any] = {}
+        for name, value in get_model_state_dict(self.model).items():
+            parameter = self.names.get(name)
+            if parameter is not None and id(parameter) in shards:
+                model[name] = shards[id(parameter)]
+            elif parameter is not None and self.placed(parameter) is not None:
+                model[name] = shards[id(parameter)] = self._master(self.placed(parameter))
+            elif parameter is not None and parameter.numel() > 0 and is_dense(value):
+                model[name] = shards[id(parameter)] = self._even_part(value)
+            elif first:
+                model[name] = value
+        return model
+
+    def optimizer_to_save(self, optimizer: Optimizer) -> "tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]":
+        """torch's state, by position, and param groups; masters are the model's."""
+        first = self.engine.group.rank == 0
+        saved = optimizer.state_dict()
+        state = {
+            position: {
+                key: value for key, value in values.items() if key != MASTER and (first or isinstance(value, FlatShard))
+            }
+            for position, values in saved["state"].items()
+        }
+        return state, saved["param_groups"]
+
+    def whole_to_save(self) -> "dict[str, Any]":
+        """What this rank has of files that hold everything, as torch.save writes them: by the file's name."""
+        files: dict[str, Any] = {MODEL_FILE: self.model_to_save()}
+        for k, optimizer in enumerate(self.optimizers):
+            state, groups = self.optimizer_to_save(optimizer)
+            names = [name for name, _ in self._parameters(optimizer)]
+            groups = [{**group, "param_names": [names[k] for k in group["params"]]} for group in groups]
+            files[optimizer_file(k)] = {"state": state, "param_groups": groups}
+        return files
 
     def buffers(self) -> "dict[str, torch.Tensor]":
         """What is saved of the model and is no parameter."""
@@ -111,18 +130,17 @@ class Pair:
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, folder: Path, metadata: Metadata) -> "Callable[[], None]":
+    def prepare(self, saved: Saved) -> "Callable[[], None]":
         """What loads everything that the checkpoint has of this pair. Local; :meth:`gather` comes after it. Raises
         CheckpointError, naming the parameter, when something is missing or of another shape; nothing is changed until then."""
-        saved = Saved(metadata)
         extra_states = self._extra_states()
         tree = self._model_targets(saved, extra_states)
         states = [self._state_targets(optimizer, saved, tree) for optimizer in self.optimizers]
-        options = saved.options(folder) if self.optimizers else {}
+        options = saved.options() if self.optimizers else {}
         groups = [self._groups(optimizer, options) for optimizer in self.optimizers]
 
         def load() -> None:
-            read(folder, metadata, tree)
+            saved.read(tree)
             for name, module in extra_states.items():
                 keys = saved.object_keys(name)
                 if keys:
@@ -150,7 +168,7 @@ class Pair:
                     theirs[fqn] = module
         return theirs
 
-    def _model_targets(self, saved: "Saved", extra_states: "dict[str, torch.nn.Module]") -> "dict[str, Any]":
+    def _model_targets(self, saved: Saved, extra_states: "dict[str, torch.nn.Module]") -> "dict[str, Any]":
         tree: dict[str, Any] = {}
         wrong = []
         state = get_model_state_dict(self.model)
@@ -168,7 +186,8 @@ class Pair:
             if i is None:
                 tree[key] = value
             else:
-                master = saved.states(name).get(MASTER)  # how get_state_dict has it, beside weights of low precision
+                # get_state_dict has masters beside weights of low precision, under the first of a tied parameter's names.
+                master = saved.states(self.name_of[id(self.names[name])]).get(MASTER)
                 tree[master or key] = self._master(i)
         known = {f"{MODEL}.{name}" for name in state}.union(tree)
         wrong += [f"the model has no {key.removeprefix(MODEL)[1:]!r}" for key in saved.model_keys() if key not in known]
@@ -189,7 +208,7 @@ class Pair:
             if name in buffers:
                 value.copy_(buffers[name])
 
-    def _state_targets(self, optimizer: Optimizer, saved: "Saved", tree: "dict[str, Any]") -> "dict[int, dict[str, str]]":
+    def _state_targets(self, optimizer: Optimizer, saved: Saved, tree: "dict[str, Any]") -> "dict[int, dict[str, str]]":
         """Where in ``tree`` each parameter's state will be, by position. What the optimizer has already is loaded in place."""
         states: dict[int, dict[str, str]] = {}
         for position, (name, parameter) in enumerate(self._parameters(optimizer)):
@@ -226,77 +245,6 @@ class Pair:
             groups.append({**own, **(options[known[0]] if known else {}), "params": members})
             position += len(names)
         return groups
-
-
-class Saved:
-    """What a checkpoint's metadata says is there, by the names of the tree above."""
-
-    def __init__(self, metadata: Metadata):
-        self._metadata = metadata
-        self._entries = metadata.state_dict_metadata
-        first_two = {tuple(key.split(".", 2)[:2]) for key in self._entries}
-        self._section = next((s for s in OPTIMIZER_NAMES if first_two & {(s, "state"), (s, "param_groups")}), None)
-        self._states: dict[str, dict[str, str]] = {}
-        if not any(key.startswith(f"{MODEL}.") for key in self._entries):
-            raise CheckpointError(f"it has no {MODEL!r}, but {', '.join(sorted({k.split('.')[0] for k in self._entries})[:5])}")
-        prefix = f"{self._section}.state."
-        for where in self._entries:
-            if where.startswith(prefix):
-                name, _, key = where[len(prefix) :].rpartition(".")
-                self._states.setdefault(name, {})[key] = where
-
-    def model_keys(self) -> list[str]:
-        return [key for key in self._entries if key.startswith(f"{MODEL}.")]
-
-    def object_keys(self, name: str) -> list[str]:
-        """Where the parts of an object in the model's state are: DCP takes dicts apart. An empty one leaves no trace."""
-        key = f"{MODEL}.{name}"
-        return [where for where in self._entries if where == key or where.startswith(f"{key}.")]
-
-    def rebuilt(self, parts: "dict[str, Any]") -> Any:
-        """The object of these parts."""
-        root: dict[str, Any] = {}
-        for where, value in parts.items():
-            set_element(root, ("object", *self._metadata.planner_data[where][2:]), value)
-        return root["object"]
-
-    def states(self, name: str) -> "dict[str, str]":
-        """The keys of a parameter's optimizer state, and where each is."""
-        return self._states.get(name, {})
-
-    def size(self, key: str) -> "torch.Size | None":
-        """None for what is not there, or is no tensor."""
-        entry = self._entries.get(key)
-        return entry.size if isinstance(entry, TensorStorageMetadata) else None
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._entries[key].properties.dtype
-
-    def target(self, key: str) -> "torch.Tensor | None":
-        """A new tensor to load it into; None for what is no tensor."""
-        if key not in self._entries:
-            raise CheckpointError(f"the checkpoint is of another model: it has no {key!r}")
-        size = self.size(key)
-        return torch.empty(size, dtype=self.dtype(key)) if size is not None else None
-
-    def options(self, folder: Path) -> "dict[str, dict[str, Any]]":
-        """Each parameter's options in its param group, from either of torch's two forms: groups with a list of names, or
-        options by name (``flatten_optimizer_state_dict=True``)."""
-        if self._section is None:
-            raise CheckpointError("it has no optimizer state; load the model alone, without an optimizer")
-        prefix = f"{self._section}.param_groups."
-        tree = {key: self.target(key) for key in self._entries if key.startswith(prefix)}
-        read(folder, self._metadata, tree)
-        groups: dict[str, dict[str, Any]] = {}
-        for key, value in tree.items():
-            owner, _, option = key[len(prefix) :].rpartition(".")
-            groups.setdefault(owner, {})[option] = value
-        options = {}
-        for owner, group in groups.items():
-            names = group.pop("params", None)
-            for name in [owner] if names is None else names:
-                options[name] = group
-        return options
 
 
 def _equal(a: Any, b: Any) -> bool:
