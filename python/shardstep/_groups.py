@@ -18,6 +18,9 @@ TRANSPORTS = ("auto", "shm", "c10d")
 #: Gloo groups in a forked child, which has none of the threads that their end would wait for: they stay until it exits.
 FORKED: "list[dist.ProcessGroup]" = []
 
+#: Seconds by which Gloo's own timeout comes after ours, which says what was waited for; Gloo closes its connections.
+GLOO_GRACE = 30.0
+
 #: Names of users' groups over which a wrapped model communicates.
 BORROWED: "set[str | None]" = set()
 
@@ -65,7 +68,8 @@ class Group:
         """
         name = f"shardstep/{purpose}/{self.gather(uuid.uuid4().hex)[0]}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        backend = dist.ProcessGroupGloo(store, self.rank, self.world, timedelta(seconds=timeout))
+        later = timedelta(seconds=timeout + GLOO_GRACE)
+        backend = dist.ProcessGroupGloo(store, self.rank, self.world, later)
         group = dist.ProcessGroup(store, self.rank, self.world)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
