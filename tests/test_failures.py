@@ -275,6 +275,7 @@ def test_stopped_rank_is_a_timeout_that_names_it(transport, world):
         assert "step()" in text and "1 s" in text and (kind != "TimeoutError" or builtin), text
         if transport == "shm":  # c10d knows that some peer is late, not which
             assert f"rank {world - 1}" in text and (kind != "TimeoutError" or rank == world - 1), text
+            assert f"rank {world - 1} has not sent bucket" in text and "'layers.0.weight'" in text, text
     assert kinds[-1] in ("AbortedError", "TimeoutError", "PeerLostError"), results[-1]  # it is told when it comes back
 
 
