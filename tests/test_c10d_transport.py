@@ -91,7 +91,10 @@ ASKED = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Callbacks(ctypes.Structure):
-    _fields_ = [("reduced", REDUCED), ("interrupted", ASKED), ("ctx", ctypes.c_void_p)]
+    _fields_ = [
+        ("reduced", REDUCED), ("interrupted", ASKED), ("ctx", ctypes.c_void_p), ("reduce_begin", ctypes.c_void_p),
+        ("reduce_end", ctypes.c_void_p),
+    ]
 
 
 class Traffic(ctypes.Structure):

@@ -12,7 +12,7 @@ from checkpointing import start
 from shardstep import checkpoint
 from shardstep.checkpoint._folder import MANIFEST, Manifest, digest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,6 +74,18 @@ def metadata_carries_an_attack(folder, marker):
     return r"\.metadata is refused: UnpicklingError: it asks for posix.mkdir"
 
 
+class Reach:
+    """Unpickled, it is what getattr finds in a class that metadata may hold."""
+
+    def __reduce__(self):
+        return getattr, (Metadata, "__init__")
+
+
+def metadata_reaches_into_a_class(folder, marker):
+    rewrite(folder, Reach())
+    return r"\.metadata is refused: UnpicklingError: it asks for '__init__' of"
+
+
 def metadata_is_something_else(folder, marker):
     rewrite(folder, torch.Size([1]))
     return r"\.metadata is refused: it holds a Size"
@@ -131,7 +143,8 @@ def manifest_names_a_file_elsewhere(folder, marker):
 
 
 ATTACKS = [
-    metadata_is_an_attack, metadata_carries_an_attack, metadata_is_something_else, metadata_asks_for_an_attribute,
+    metadata_is_an_attack, metadata_carries_an_attack, metadata_reaches_into_a_class, metadata_is_something_else,
+    metadata_asks_for_an_attribute,
     tensor_is_an_attack, option_is_an_attack, tensor_becomes_an_object, state_becomes_an_object, rank_file_is_an_attack,
     rank_file_is_a_plain_pickle, file_lies_elsewhere, manifest_names_a_file_elsewhere,
 ]

@@ -275,7 +275,7 @@ def test_stopped_rank_is_a_timeout_that_names_it(transport, world):
         assert "step()" in text and "1 s" in text and (kind != "TimeoutError" or builtin), text
         if transport == "shm":  # c10d knows that some peer is late, not which
             assert f"rank {world - 1}" in text and (kind != "TimeoutError" or rank == world - 1), text
-            assert f"rank {world - 1} has not sent bucket" in text and "'layers.0.weight'" in text, text
+            assert f"rank {world - 1} has not sent bucket" in text and "'layers." in text, text
     assert kinds[-1] in ("AbortedError", "TimeoutError", "PeerLostError"), results[-1]  # it is told when it comes back
 
 
@@ -401,7 +401,7 @@ def misuse_body(rank, world, kind):
     if rank == 1 and kind == "argument":
         options["timeout"] = -1
     elif rank == 1:
-        model.odd = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        model.odd = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn))
     with pytest.raises(shardstep.Error) as info:
         shardstep.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
     return type(info.value).__name__, str(info.value)
@@ -536,7 +536,6 @@ UNUSABLE = {
     "meta": lambda: with_parameter(nn.Parameter(torch.ones(2, device="meta"))),
     "sparse": lambda: with_parameter(nn.Parameter(torch.eye(3).to_sparse())),
     "csr": lambda: with_parameter(nn.Parameter(torch.eye(3).to_sparse_csr())),
-    "complex": lambda: with_parameter(nn.Parameter(torch.ones(3, dtype=torch.complex64))),
     "expanded": lambda: with_parameter(nn.Parameter(torch.ones(1).expand(4))),
     "expanded matrix": lambda: with_parameter(nn.Parameter(torch.ones(3, 1).expand(3, 4))),
     "overlapping": lambda: with_parameter(nn.Parameter(torch.ones(10).as_strided((3, 4), (2, 1)))),

@@ -338,7 +338,7 @@ static void *run_rank(void *argument)
     const char *names[PARAMS];
     int32_t all[PARAMS];
     for (int32_t i = 0; i < PARAMS; i++) {
-        specs[i] = (ss_param_spec){numels[i], SS_F32, SS_F32};
+        specs[i] = (ss_param_spec){numels[i], SS_F32, SS_F32, 0};
         names[i] = "p";
         all[i] = i;
     }
