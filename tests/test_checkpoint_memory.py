@@ -63,10 +63,7 @@ def costs(rank, world, folder, options):
     checkpoint.save(folder / "first", model, optimizer, step=0, **options).result()  # imports, and opens its channel
     with Watch() as saving:
         checkpoint.save(folder / "second", model, optimizer, step=1, **options).result()
-    checkpoint.load(folder / "first", model, optimizer)
-    with Watch() as loading:
-        checkpoint.load(folder / "second", model, optimizer)
-    return saving.extra, loading.extra
+    return saving.extra
 
 
 #: What else a process may take meanwhile: the interpreter's and the allocator's own.
@@ -82,7 +79,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_save_needs_at_most_a_bucket_or_in_the_background_a_shard(case, tmp_path):
     options, bound = CASES[case]
-    for saving, loading in ranks.run(WORLD, costs, tmp_path, options):
+    for saving in ranks.run(WORLD, costs, tmp_path, options):
         assert saving <= bound + NOISE, f"{saving / MB:.1f} MB; a shard has {SHARD / MB:.1f}"
-        assert loading <= 3 * BUCKET + NOISE, f"{loading / MB:.1f} MB"
         assert case != "async" or saving > SHARD // 2  # so it is seen at all
