@@ -40,7 +40,7 @@ def overheads(compare: dict[str, Any]) -> str:
         if name == "local":
             return f"{1e3 * peer['median']:.0f}"
         ratio = f" ({peer['to_ddp']:.2f})" if "to_ddp" in peer else ""
-        return f"+{1e3 * peer['overhead']:.0f}{ratio}" if "overhead" in peer else ""
+        return f"{1e3 * peer['overhead']:+.0f}{ratio}" if "overhead" in peer else ""
 
     headers = ["GPT, 27 M parameters, FP32; ms, ratio to DDP", *(f"K = {p.accumulate}, W = {p.world}" for p in points)]
     return markdown(headers, [[name, *(cell(peers, name) for peers in points.values())] for name in names])
