@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from boom import Boom
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -205,15 +206,6 @@ def reentrant(s):
 
 @case("an exception in a backward is caught, and training goes on", [1.5, 1.5])
 def boom(s):
-    class Boom(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("boom")
-
     m = P()
     called, optimizer = s.wrap(m)
     with contextlib.suppress(ValueError):

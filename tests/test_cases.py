@@ -12,6 +12,7 @@ import pytest
 import ranks
 import shardstep
 import torch
+from boom import Boom
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -643,16 +644,6 @@ def copy_body(rank, world, form):
 def test_deepcopy_is_plain_and_detached(form):
     results = ranks.run(2, copy_body, form)
     assert [r[0] for r in results] == [[0.25, 0.25]] * 2 and results[0][1] == [6.0, 6.0]
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, data):
-        return data.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
 
 
 def boom_body(rank, world, form, recover, alone):

@@ -10,6 +10,7 @@ import pytest
 import ranks
 import shardstep
 import torch
+from boom import Boom
 from shardstep._module import WrappedModule
 from shardstep._precision import map_tensors, tensors_in
 from torch import nn
@@ -316,16 +317,6 @@ def test_earlier_name_of_the_divide_factor_warns_and_works():
         model.set_reduce_scatter_divide_factor(4.0)
     model(torch.ones(1, 1)).sum().backward()
     assert model.full_grad(model.weight).item() == 0.25
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
 
 
 def reset_body(rank, world):

@@ -16,6 +16,7 @@ import pytest
 import ranks
 import shardstep
 import torch
+from boom import Boom
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -68,16 +69,6 @@ class Bag(torch.nn.Module):
 
     def forward(self, uses, x=1.0):
         return sum((self.term(n, c, x) for n, c in uses), torch.zeros(()))
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("boom")
 
 
 def backward(model, call, how, uses, weight):
