@@ -117,21 +117,14 @@ def refuse_sharded(hook: Any) -> None:
     )
 
 
-def synchronise(engine: Engine) -> None:
-    """The end of a synchronising backward of a replicated model, where it is more than a close in C."""
-    engine.close(AT_SYNC)
-    if engine.comm_hook is not None:
-        engine.comm_hook.average()
-
-
 def install(engine: Engine) -> None:
-    """Lets backwards end in :func:`synchronise` where that is needed."""
+    """Lets synchronising backwards of a replicated model end with the averages of its hook."""
     reference = weakref.ref(engine)
 
-    def call() -> None:
+    def synchronise() -> None:
         alive = reference()
         if alive is not None:
-            synchronise(alive)
+            alive.close(AT_SYNC)
+            alive.comm_hook.average()
 
-    needed = engine.comm_hook is not None
-    engine.core.synchronise_with(call if needed else None, needed)
+    engine.core.synchronise_with(synchronise, True)

@@ -331,7 +331,6 @@ class DistributedDataParallel(Synchronised, TorchDDP):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = nn.Module.load_state_dict(self, *args, **kwargs)
-        self._engine.check()
         self._engine.follow_weights()
         return result
 

@@ -372,6 +372,7 @@ class Engine:
     def follow_weights(self) -> None:
         """The model's state was loaded: masters become the loaded weights. Masters that an optimizer has loaded since the last
         step belong to the same state, and say more; only where the weights are others do they change."""
+        self.check()
         if self.masters_loaded:
             self.core.adopt(indices(i for i in range(len(self.params)) if self.placed(i)))
         else:

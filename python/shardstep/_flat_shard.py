@@ -106,12 +106,16 @@ class Cut:
     def __deepcopy__(self, memo: dict) -> "Cut":
         return self
 
+    def _back(self) -> list[int]:
+        """Where in the order of memory each of the tensor's own dimensions is."""
+        return [self.order.index(d) for d in range(len(self.order))]
+
     def boxes(self) -> list[Box]:
         """In the tensor's own dimensions. A tensor without elements is one box on every rank, so that it is there at all."""
         if self.shape.numel() == 0:
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
         ordered = [self.shape[d] for d in self.order]
-        back = [self.order.index(d) for d in range(len(self.order))]
+        back = self._back()
         return [
             Box(tuple(offsets[k] for k in back), tuple(sizes[k] for k in back), at)
             for offsets, sizes, at in boxes_of(ordered, self.begin, self.begin + self.numel)
@@ -120,8 +124,7 @@ class Cut:
     def part(self, flat: torch.Tensor, box: Box) -> torch.Tensor:
         """The box's elements as a view of ``flat``, the range that this is a cut of."""
         sizes = [box.sizes[d] for d in self.order]
-        back = [self.order.index(d) for d in range(len(self.order))]
-        return alone(flat.narrow(0, box.begin, math.prod(sizes))).view(sizes).permute(back)
+        return alone(flat.narrow(0, box.begin, math.prod(sizes))).view(sizes).permute(self._back())
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This cut of the whole tensor, flat."""
@@ -130,8 +133,7 @@ class Cut:
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
         """All elements in memory order as a view in the tensor's shape."""
-        back = [self.order.index(d) for d in range(len(self.order))]
-        return flat.view([self.shape[d] for d in self.order]).permute(back)
+        return flat.view([self.shape[d] for d in self.order]).permute(self._back())
 
 
 class FlatShard(torch.Tensor):

@@ -124,7 +124,6 @@ class WrappedModule(FSDPMethods, Synchronised):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
-        engine_of(self).check()
         engine_of(self).follow_weights()
         return result
 
