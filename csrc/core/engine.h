@@ -12,11 +12,11 @@
 #ifndef SHARDSTEP_CORE_ENGINE_H
 #define SHARDSTEP_CORE_ENGINE_H
 
+#include <stdbool.h>
+
 #include "core/layout.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
-#include <stdbool.h>
-
 #include "transport/transport.h"
 
 #ifdef __cplusplus
