@@ -205,7 +205,7 @@ ENTRY double bench_layout(int world, int32_t n_params, const int64_t *numel, int
     ss_layout layout;
     double started = ss_now();
     TIMED(ss_layout_init(&layout, world, n_params, err));
-    TIMED(ss_layout_add(&layout, specs, params, n_params, bucket_bytes, err));
+    TIMED(ss_layout_add(&layout, specs, params, NULL, n_params, bucket_bytes, err));
     double seconds = ss_now() - started;
     *laid = 0;
     for (int32_t b = 0; b < layout.n_buckets; b++) {

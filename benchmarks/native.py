@@ -13,6 +13,7 @@ from common import ROOT, processor
 
 SOURCES = (
     "benchmarks/native.c",
+    "csrc/core/balance.c",
     "csrc/core/layout.c",
     "csrc/core/origin.c",
     "csrc/core/status.c",

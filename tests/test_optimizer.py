@@ -23,6 +23,7 @@ from one_process import (
     wrap,
 )
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -372,6 +373,10 @@ def test_zero_grad_of_the_module_does_as_that_of_the_optimizer(kind, set_to_none
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
+class LineSearch(torch.optim.LBFGS):
+    pass
+
+
 class Unknown(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
@@ -381,8 +386,7 @@ def refused(rank, world):
     messages = {}
     makers = {
         "LBFGS": lambda m: torch.optim.LBFGS(m.parameters()),
-        "Muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]),
-        "Adafactor": lambda m: torch.optim.Adafactor(m.parameters()),
+        "LineSearch": lambda m: LineSearch(m.parameters()),
         "SparseAdam": lambda m: torch.optim.SparseAdam(list(m.parameters())),
         "Unknown": lambda m: Unknown(m.parameters()),
     }
@@ -408,7 +412,7 @@ def refused(rank, world):
 
 def test_optimizers_that_cannot_be_sharded_are_refused_by_name_and_reason():
     reasons = {
-        "LBFGS": "line search", "Muon": "whole matrices", "Adafactor": "rows and columns", "SparseAdam": "sparse",
+        "LBFGS": "line search", "LineSearch": "a torch.optim.LBFGS, cannot", "SparseAdam": "sparse",
         "Unknown": "elementwise=True",
     }
     for messages in ranks.run(2, refused):
@@ -550,6 +554,26 @@ def hooks(rank, world):
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("after", type(o).__name__)))
     train(model, optimizer, lambda model, step: loss_of(model, step, rank, world), range(2))
     return seen
+
+
+def global_hooks(rank, world, kind):
+    model = network()
+    model, optimizer = wrap(model, KINDS[kind](model.parameters()))
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, args, kwargs: seen.append(("before", o is optimizer))),
+        register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append(("after", o is optimizer))),
+    ]
+    train(model, optimizer, lambda model, step: loss_of(model, step, rank, world), range(2))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamax"])
+def test_global_step_hooks_run_once_per_step(kind):
+    for seen in ranks.run(2, global_hooks, kind):
+        assert seen == [("before", True), ("after", True)] * 2
 
 
 def test_step_hooks_of_either_optimizer_run_once_per_step():

@@ -216,11 +216,11 @@ static size_t plan_chunk(const ss_engine *e, int32_t first, ss_bucket_spec *spec
     return bytes;
 }
 
-static ss_code place(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
+static ss_code place(ss_engine *e, const int32_t *params, const int32_t *kinds, int32_t count, ss_error *err)
 {
     int32_t first = e->layout.n_buckets;
     SS_TRY(ss_check_usable(e, err));
-    SS_TRY(ss_layout_add(&e->layout, e->specs, params, count, e->bucket_bytes, err));
+    SS_TRY(ss_layout_add(&e->layout, e->specs, params, kinds, count, e->bucket_bytes, err));
     int32_t n = e->layout.n_buckets - first;
     ss_bucket *grown = realloc(e->buckets, (size_t)e->layout.n_buckets * sizeof *grown + 1);
     ss_bucket_spec *specs = calloc((size_t)n + 1, sizeof *specs);
@@ -267,10 +267,10 @@ out:
     return code;
 }
 
-ss_code ss_engine_place(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
+ss_code ss_engine_place(ss_engine *e, const int32_t *params, const int32_t *kinds, int32_t count, ss_error *err)
 {
     pthread_mutex_lock(&e->lock);
-    ss_code code = place(e, params, count, err);
+    ss_code code = place(e, params, kinds, count, err);
     if (code != SS_OK) {
         code = ss_broke(e, code, "placing parameters in buckets", err);
     }

@@ -86,8 +86,8 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
                          const ss_framework *framework, int (*interrupted)(void *), ss_engine **engine, ss_error *err);
 void ss_engine_destroy(ss_engine *engine);
 
-/* Collective. Places `count` parameters (registration order) in new buckets. */
-ss_code ss_engine_place(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
+/* Collective. Places `count` parameters (registration order) in new buckets; kinds: see ss_layout_add. */
+ss_code ss_engine_place(ss_engine *engine, const int32_t *params, const int32_t *kinds, int32_t count, ss_error *err);
 
 /* Where things live. The region is that of the parameter's bucket; slots are NULL for parameters not placed. */
 typedef struct {

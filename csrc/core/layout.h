@@ -3,8 +3,9 @@
  * state. Everything is 64-bit.
  *
  * Parameters fill buckets in reverse registration order (about the order in which backward produces gradients), one
- * open bucket per pair of dtypes. A bucket is then cut into `world` equal segments that ignore parameter boundaries.
- * Bucket boundaries do not depend on the world size; only the padding at a bucket's end does.
+ * open bucket per pair of dtypes and kind. A bucket is `world` equal segments. Usually they ignore parameter boundaries;
+ * bucket boundaries do not depend on the world size then, only the padding at a bucket's end does. Parameters of a whole
+ * kind are never cut: each lies in one rank's segment, the ranks' loads are balanced, and the segment is the largest load.
  */
 #ifndef SHARDSTEP_CORE_LAYOUT_H
 #define SHARDSTEP_CORE_LAYOUT_H
@@ -18,6 +19,10 @@
 #define SS_SEGMENT_ALIGN 128
 /* Parameters begin at multiples of this many elements: one cache line of FP32. */
 #define SS_PARAM_ALIGN 16
+/* Of a parameter's kind: it is placed whole. Parameters of different kinds share no bucket. */
+#define SS_KIND_WHOLE 1
+/* A bucket of whole parameters is large enough when at most one part in this many of it is padding. */
+#define SS_WHOLE_PADDING 16
 
 typedef struct {
     int64_t numel;
@@ -33,6 +38,7 @@ typedef struct {
 
 typedef struct {
     ss_dtype param_dtype, grad_dtype;
+    int32_t kind;
     int32_t first_member, n_members; /* range in ss_layout.members */
     int64_t used;                    /* elements up to the last parameter's end */
     int64_t segment;                 /* elements per rank */
@@ -59,13 +65,18 @@ ss_code ss_layout_init(ss_layout *layout, int world, int32_t n_params, ss_error 
 void ss_layout_free(ss_layout *layout);
 
 /*
- * Adds new buckets for `count` parameters, given by index in registration order; none may be placed already. A bucket is
- * closed before a parameter that would take its gradients past `bucket_bytes`.
+ * Adds new buckets for `count` parameters, given by index in registration order with their kinds (NULL: all 0); none may
+ * be placed already. A bucket is closed before a parameter that would take its gradients past `bucket_bytes`; one of whole
+ * parameters after one that does, once its padding is small. New buckets are numbered in the order in which backward
+ * completes them.
  */
-ss_code ss_layout_add(ss_layout *layout, const ss_param_spec *specs, const int32_t *params, int32_t count,
-                      int64_t bucket_bytes, ss_error *err);
+ss_code ss_layout_add(ss_layout *layout, const ss_param_spec *specs, const int32_t *params, const int32_t *kinds,
+                      int32_t count, int64_t bucket_bytes, ss_error *err);
 
 /* What rank `rank` owns of parameter `param`, which has `numel` elements. */
 ss_piece ss_layout_piece(const ss_layout *layout, int32_t param, int64_t numel, int rank);
+
+/* Does it lie in one rank's segment? */
+int ss_layout_is_whole(const ss_layout *layout, int32_t param, int64_t numel);
 
 #endif

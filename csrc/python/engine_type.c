@@ -190,17 +190,18 @@ static PyObject *engine_close_down(EngineObject *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(place_doc,
-             "place(indices, guard)\n\n"
-             "Collective. Moves parameters (int32 buffer, in order) into new buckets and hooks their gradients. `.grad` will be\n"
+             "place(indices, kinds, guard)\n\n"
+             "Collective. Moves parameters (int32 buffer, in order) into new buckets and hooks their gradients. Those of different\n"
+             "kinds (int32 buffer) share no bucket, and those whose kind has the bit WHOLE are not cut over ranks. `.grad` will be\n"
              "guard(tensor over the gradient slot, i), or that tensor itself when guard is None.");
 
 static PyObject *engine_place(EngineObject *self, PyObject *args)
 {
-    Py_buffer params;
+    Py_buffer params, kinds;
     PyObject *guard, *result = NULL;
     ss_error err = {0};
     ss_code code;
-    if (!PyArg_ParseTuple(args, "y*O", &params, &guard)) {
+    if (!PyArg_ParseTuple(args, "y*y*O", &params, &kinds, &guard)) {
         return NULL;
     }
     const int32_t *index = params.buf;
@@ -208,7 +209,11 @@ static PyObject *engine_place(EngineObject *self, PyObject *args)
     if (check_open(self) < 0 || check_indices(self, &params) < 0) {
         goto done;
     }
-    WITHOUT_GIL(code, ss_engine_place(self->engine, index, n, &err));
+    if (kinds.len != params.len) {
+        PyErr_SetString(PyExc_ValueError, "place: kinds needs one entry per index");
+        goto done;
+    }
+    WITHOUT_GIL(code, ss_engine_place(self->engine, index, kinds.buf, n, &err));
     if (code != SS_OK) {
         ss_raise_error(&err);
         goto done;
@@ -223,6 +228,7 @@ static PyObject *engine_place(EngineObject *self, PyObject *args)
     result = Py_NewRef(Py_None);
 done:
     PyBuffer_Release(&params);
+    PyBuffer_Release(&kinds);
     return result;
 }
 
@@ -243,6 +249,16 @@ static PyObject *engine_piece(EngineObject *self, PyObject *index)
     }
     return Py_BuildValue("iLLL", slot.bucket, (long long)slot.piece.in_param, (long long)slot.piece.in_segment,
                          (long long)slot.piece.numel);
+}
+
+static PyObject *engine_is_whole(EngineObject *self, PyObject *index)
+{
+    int32_t i;
+    if (parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    int64_t numel = ss_engine_spec(self->engine, i)->numel;
+    return PyBool_FromLong(ss_layout_is_whole(ss_engine_layout(self->engine), i, numel));
 }
 
 /* A flat tensor of n elements, or None where there is no memory. */
@@ -732,6 +748,7 @@ static PyMethodDef methods[] = {
     {"close_down", (PyCFunction)engine_close_down, METH_NOARGS, "Removes hooks and frees the transport."},
     {"place", (PyCFunction)engine_place, METH_VARARGS, place_doc},
     {"piece", (PyCFunction)engine_piece, METH_O, piece_doc},
+    {"is_whole", (PyCFunction)engine_is_whole, METH_O, "is_whole(i): does parameter i lie in one rank's segment?"},
     {"slot", (PyCFunction)engine_slot, METH_O, slot_doc},
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(tensor): its backward reports its end."},
     {"hide_low_gradients", (PyCFunction)engine_hide_low_gradients, METH_O,

@@ -18,6 +18,7 @@ from shardstep import _comm_hooks
 from shardstep._engine import DEFAULT_BUCKET_MB, Engine, refuse_fused_in_backward
 from shardstep._errors import UsageError
 from shardstep._module import ENGINE, Synchronised
+from shardstep._plan import Plan
 
 #: torch's logging data speak of dtypes by their C++ names.
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
@@ -292,14 +293,16 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         """As torch DDP's."""
         return Synchronised.no_sync(self)
 
-    def _become_sharded(self) -> Engine:
+    def _become_sharded(self, plan: Plan) -> Engine:
         old = self._engine
         for hook, _ in self._comm_hooks:
             _comm_hooks.refuse_sharded(hook)
         settings = {**old.settings, "broadcast_buffers": old.buffers.follow}
         gradients = [(p, p.grad) for p in old.params if p.grad is not None]
         old.close_down()
-        engine = Engine(self.module, sharded=True, init_sync=False, **settings)
+        # More optimizers may come, and need other layouts. Not so for low precision: masters are taken before the cast.
+        place_all = old.precision.param_dtype is not None
+        engine = Engine(self.module, sharded=True, init_sync=False, plan=plan, place_all=place_all, **settings)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         if engine.buffers.follow:

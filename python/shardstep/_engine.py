@@ -23,6 +23,7 @@ from shardstep._errors import MismatchError, UsageError
 from shardstep._flat_shard import Cut, memory_order
 from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
+from shardstep._plan import Plan, kinds_of
 from shardstep._precision import LOW, Precision, tensors_in
 
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
@@ -35,6 +36,7 @@ DTYPES = {
 DOUBLE = (torch.float64, torch.complex128)
 DEFAULT_BUCKET_MB = 25.0
 FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
+NO_PLAN = Plan()
 ALIGN = 16  # elements: parameters begin at multiples of it in their bucket (csrc/core/layout.h)
 
 #: All engines: a parameter can be in one wrap only, and optimizers are checked against it.
@@ -116,7 +118,11 @@ class Engine:
         init_buffers: "bool | None" = None,
         ignored_buffers: "Collection[str]" = (),
         bucket_caps_mb: "Sequence[float]" = (),
+        plan: Plan = NO_PLAN,
+        place_all: bool = True,
     ):
+        """``plan``: the optimizers to come. Without ``place_all`` parameters that none of them has are not placed until an
+        optimizer of theirs comes, or until the first close."""
         self.closed = True
         self.pid = os.getpid()
         self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
@@ -137,22 +143,14 @@ class Engine:
             broadcast_buffers=broadcast_buffers, init_buffers=init_buffers, ignored_buffers=ignored_buffers,
             bucket_caps_mb=bucket_caps_mb,
         )
-        refused, timeout_seconds = None, 0.0
-        try:
-            bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb)
-            self._bucket_caps = [int(_positive("bucket_cap_mb_list", mb) * 2**20) for mb in bucket_caps_mb]
-            timeout_seconds = seconds(timeout)
+        def describe() -> "list[tuple[str, Any]]":
+            self._bucket_bytes = self._check_sizes(bucket_cap_mb, bucket_caps_mb)
+            self._timeout = seconds(timeout)
             self._check_options()
             self._collect(module, ignored_params)
-            description = self._describe(bucket_mb)
-        except UsageError as error:  # the others must not wait for this rank
-            refused, description = error, [("refused", str(error))]
-        try:
-            self.group.require_equal(description, "models or settings")
-        except MismatchError as mismatch:
-            raise (refused or mismatch) from None
-        if refused is not None:
-            raise refused
+            return self._describe() + plan.describe(self)
+
+        self.group.agree(describe, "models, optimizers or settings")
         if init_sync:
             self._broadcast_parameters(module)
             if self._init_buffers:
@@ -162,8 +160,8 @@ class Engine:
             names=self.names,
             param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
             grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
-            transport=open_transport(transport, self.group, timeout_seconds),
-            bucket_bytes=max(self._bucket_caps, default=int(bucket_mb * 2**20)),
+            transport=open_transport(transport, self.group, self._timeout),
+            bucket_bytes=self._bucket_bytes,
             sharded=sharded,
             accumulate=accumulate,
         )
@@ -181,7 +179,10 @@ class Engine:
         self._last_totals: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
         ENGINES.add(self)
-        self._place([i for i, p in enumerate(self.params) if p.requires_grad])
+        claimed = {id(p) for optimizer in plan.optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._place(
+            [i for i, p in enumerate(self.params) if p.requires_grad and (place_all or id(p) in claimed)], plan.users()
+        )
         for i in self._unplaced:
             self.params[i].data = self.params[i].data.to(self._stored_dtype(self.params[i]))
         #: Has it parameters whose gradients are of another dtype?
@@ -192,6 +193,12 @@ class Engine:
         self._last_totals = self.core.stats()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _check_sizes(self, mb: "float | None", list_of_mb: "Sequence[float]") -> int:
+        """Bytes of a bucket."""
+        self._bucket_mb = _positive("bucket_cap_mb", DEFAULT_BUCKET_MB if mb is None else mb)
+        self._bucket_caps = [int(_positive("bucket_cap_mb_list", mb) * 2**20) for mb in list_of_mb]
+        return max(self._bucket_caps, default=int(self._bucket_mb * 2**20))
 
     def _check_options(self) -> None:
         transport, accumulate = self.settings["transport"], self.settings["accumulate"]
@@ -274,14 +281,14 @@ class Engine:
         self._registrations = places
         self._holders, self._held = holders, sum(map(len, holders))
 
-    def _describe(self, bucket_mb: float) -> "list[tuple[str, Any]]":
+    def _describe(self) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
             (name, ("shape", tuple(p.shape), p.dtype, "strides", p.stride(), "requires_grad", p.requires_grad))
             for name, p in zip(self.names, self.params)
         ]
         if self._init_buffers:
             items += [(name, ("buffer of shape", tuple(b.shape), b.dtype)) for name, b in self.buffers.named()]
-        settings = (self.sharded, str(self.precision), bucket_mb, self.settings["accumulate"], self.settings["transport"],
+        settings = (self.sharded, str(self.precision), self._bucket_mb, self.settings["accumulate"], self.settings["transport"],
                     self.buffers.follow, self._bucket_caps)
         items.append(("(sharded, precision, bucket_cap_mb, accumulate, transport, broadcast_buffers, bucket_cap_mb_list)",
                       str(settings)))
@@ -293,19 +300,28 @@ class Engine:
             return parameter.dtype
         return self.precision.param_dtype
 
-    def _place(self, wanted: "list[int]") -> None:
-        """Moves parameters into the flat buckets and hooks their gradients. Collective."""
+    def _place(self, wanted: "list[int]", users: "list[tuple[Any, bool]]") -> None:
+        """Moves parameters into the flat buckets and hooks their gradients; ``users`` are the optimizers, and whether they need
+        parameters whole. Collective."""
         if not wanted:
             return
         reference = weakref.ref(self)
         guard = (lambda slot, i: ShardedGradient.over(slot, reference, i)) if self.sharded else None
         for part in self._by_bucket(wanted) if self._bucket_caps else [wanted]:
-            self.core.place(indices(part), guard)
+            self.core.place(indices(part), kinds_of([self.params[i] for i in part], users), guard)
         self.n_buckets = len(self.core.buckets())
         for i in wanted:
             if i in self.joining:
                 self.joining.pop(i).remove()
         self._unplaced = [i for i in self._unplaced if not self.placed(i)]
+
+    def users(self) -> "list[tuple[Any, bool]]":
+        return [(optimizer, optimizer.whole) for optimizer in self.optimizers()]
+
+    def place_for(self, optimizer: Any, whole: bool) -> None:
+        """Places what an optimizer that comes now has, and no other had before. Collective."""
+        its = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._place([i for i in self._unplaced if id(self.params[i]) in its], [(optimizer, whole)])
 
     def _by_bucket(self, wanted: "list[int]") -> "list[list[int]]":
         """``bucket_cap_mb_list``: bucket k of each dtype takes gradients of up to the k-th size, later ones of the last."""
@@ -398,7 +414,7 @@ class Engine:
             if self.sharded:
                 self._guard_unfrozen()
             else:  # every gradient is whole at the end of the backward, so there is no later time to join the layout
-                self._place([i for i in self._unplaced if self.params[i].requires_grad])
+                self._place([i for i in self._unplaced if self.params[i].requires_grad], [])
         if self.low:
             _dynamo.hide_gradients_from_compilation()
         running = _dynamo.running()
@@ -460,7 +476,7 @@ class Engine:
             wanted = self.core.close(at, want, order, param)
             if wanted is None:
                 break
-            self._place(wanted)
+            self._place(wanted, self.users())
             for optimizer in self.optimizers():
                 optimizer.take_placed(wanted)
         full = self.core.grad(param).clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None

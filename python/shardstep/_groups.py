@@ -3,6 +3,7 @@
 import hashlib
 import os
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -95,6 +96,21 @@ class Group:
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.process_group)
         return values
+
+    def agree(self, describe: "Callable[[], list[tuple[str, Any]]]", what: str) -> None:
+        """:meth:`require_equal` of what ``describe()`` returns. When it raises a UsageError, this rank raises that and the
+        others a MismatchError that quotes it: nobody waits. Collective."""
+        refused = None
+        try:
+            items = describe()
+        except UsageError as error:
+            refused, items = error, [("refused", str(error))]
+        try:
+            self.require_equal(items, what)
+        except MismatchError as mismatch:
+            raise (refused or mismatch) from None
+        if refused is not None:
+            raise refused
 
     def require_equal(
         self,

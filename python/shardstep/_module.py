@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from shardstep._dynamo import running
 from shardstep._engine import Engine, collector_paused
 from shardstep._errors import UsageError
 from shardstep._fsdp import FSDPMethods
+from shardstep._plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -197,7 +198,7 @@ _ADDED = {
 @collector_paused()
 def wrap(
     module: nn.Module,
-    optimizer: "Optimizer | None" = None,
+    optimizer: "Optimizer | Sequence[Optimizer] | None" = None,
     *,
     process_group: "dist.ProcessGroup | None" = None,
     transport: str = "auto",
@@ -206,6 +207,7 @@ def wrap(
     bucket_cap_mb: "float | None" = None,
     accumulate: int = 1,
     elementwise: bool = False,
+    whole: bool = False,
     clip_grad_norm: "float | None" = None,
     skip_nonfinite: bool = False,
     timeout: "float | timedelta" = 600.0,
@@ -223,8 +225,8 @@ def wrap(
 
     Args:
         module: a model on this rank's device, equal on all ranks in structure.
-        optimizer: a torch optimizer over its parameters, fresh or warm; or None, and
-            ``ShardedOptimizer(optimizer, module)`` later.
+        optimizer: a torch optimizer over its parameters, fresh or warm; or a list of several, each for its own parameters,
+            such as ``[muon, adamw]``; or None, and ``ShardedOptimizer(optimizer, module)`` later.
         process_group: the ranks that train this model; the default group, or this process alone where none exists.
         transport: ``"shm"`` (ranks on one host), ``"c10d"`` (the process group), or ``"auto"``.
         param_dtype: ``torch.bfloat16`` or ``torch.float16``: parameters and floating-point inputs are cast to it, master
@@ -235,7 +237,9 @@ def wrap(
             accumulated and summed in FP32, which is at least as exact.
         bucket_cap_mb: size of a gradient bucket in MiB.
         accumulate: with K > 1 only every K-th backward of a window synchronises by itself.
-        elementwise, clip_grad_norm, skip_nonfinite: of the optimizer; see :class:`shardstep.ShardedOptimizer`.
+        elementwise, whole, clip_grad_norm, skip_nonfinite: see :class:`shardstep.ShardedOptimizer`. With several optimizers
+            the norm is that of all their gradients together, as of ``clip_grad_norm_(model.parameters())`` before the first of
+            their steps.
         timeout: seconds (or a timedelta) after which a wait for a peer raises :class:`shardstep.TimeoutError`.
         init_sync: broadcast rank 0's parameters and buffers first. Models are compared in any case.
         broadcast_buffers: rank 0's buffers (BatchNorm's statistics) become everyone's with every step and at the start; with
@@ -244,13 +248,14 @@ def wrap(
         debug: fill what this rank does not own of reduced gradients with NaN.
 
     Returns:
-        ``(module, ShardedOptimizer)``, or ``module`` alone when no optimizer was given.
+        ``(module, ShardedOptimizer)``, ``(module, list of ShardedOptimizer)`` for a list, or ``module`` alone when no optimizer
+        was given.
 
     Raises:
         UsageError: a parameter or an option cannot be used, by name.
         MismatchError: ranks have different models or options; on every rank alike.
     """
-    from shardstep._optim import ShardedOptimizer, _refuse
+    from shardstep._optim import ShardedOptimizer
 
     if not isinstance(module, nn.Module):
         raise UsageError(f"wrap() takes a torch.nn.Module, not {type(module).__name__}")
@@ -261,32 +266,38 @@ def wrap(
             "a TorchScript module has no Python class to extend in place; wrap the module it was made from, or use "
             "shardstep.DistributedDataParallel(module)"
         )
-    if optimizer is not None:
-        _refuse(optimizer, elementwise)
+    several = isinstance(optimizer, (list, tuple))
+    optimizers = tuple(optimizer) if several else () if optimizer is None else (optimizer,)
+    plan = Plan(optimizers, elementwise, whole, clip_grad_norm, skip_nonfinite)
     engine = Engine(
         module, sharded=True, process_group=process_group, transport=transport, param_dtype=param_dtype,
         mp_policy=mp_policy, bucket_cap_mb=bucket_cap_mb, accumulate=accumulate, timeout=timeout, init_sync=init_sync,
-        broadcast_buffers=broadcast_buffers, ignored_params=ignored_params, debug=debug,
+        broadcast_buffers=broadcast_buffers, ignored_params=ignored_params, debug=debug, plan=plan,
     )
     module.__dict__[ENGINE] = engine
     object.__setattr__(module, "__class__", _wrapped_class(module))
     if optimizer is None:
         return module
     try:
-        return module, ShardedOptimizer(
-            optimizer, module, elementwise=elementwise, clip_grad_norm=clip_grad_norm, skip_nonfinite=skip_nonfinite
-        )
+        sharded = ShardedOptimizer.of(plan, engine)
     except BaseException:
         WrappedModule.unwrap(module)
         raise
+    return module, sharded if several else sharded[0]
 
 
-def sharded_engine_of(module: nn.Module) -> Engine:
-    """The engine that shards a wrapped module's gradients; turns the class form from replicated to sharded."""
+def sharded_engine_of(module: nn.Module, plan: Plan) -> Engine:
+    """The engine that shards a wrapped module's gradients, for the optimizers of ``plan``; turns the class form from
+    replicated to sharded. Collective."""
     if not isinstance(module, Synchronised):
         raise UsageError(
             f"{type(module).__name__} is not wrapped: ShardedOptimizer takes a module that went through shardstep.wrap() or "
             "a shardstep.DistributedDataParallel"
         )
     engine = engine_of(module)
-    return engine if engine.sharded else module._become_sharded()
+    engine.group.agree(lambda: plan.describe(engine), "optimizers")
+    if not engine.sharded:
+        return module._become_sharded(plan)
+    for optimizer, whole in plan.users():
+        engine.place_for(optimizer, whole)
+    return engine

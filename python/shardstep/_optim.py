@@ -16,15 +16,9 @@ from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Eng
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
 from shardstep._full_state import extend_torch
-from shardstep._rules import ELEMENTWISE, MASTER, FusedRule, TorchRule, piece_of
+from shardstep._plan import Plan, check_foreign, check_group
+from shardstep._rules import MASTER, FusedRule, TorchRule, WholeRule, piece_of
 from shardstep._state import LazyState
-
-REFUSED = {
-    "LBFGS": "its line search needs all parameters and evaluates the loss a different number of times on each rank",
-    "Muon": "its update orthogonalises whole matrices, and a rank holds only a piece of them",
-    "Adafactor": "its second moment is factored over whole rows and columns, and a rank holds only a piece of a matrix",
-    "SparseAdam": "it needs sparse gradients, and gradients are densified into flat buckets",
-}
 
 
 class ShardedOptimizer(Optimizer):
@@ -36,42 +30,59 @@ class ShardedOptimizer(Optimizer):
         model: a module that went through :func:`shardstep.wrap`, or a :class:`shardstep.DistributedDataParallel`, which
             thereby turns from replicated to sharded.
         elementwise: say that an optimizer class of your own updates each element from that element's own values alone.
+        whole: say that one of your own needs each parameter whole (the rows of a matrix, its singular values), but no other
+            parameter. Such parameters, like those of ``torch.optim.Muon`` and ``Adafactor``, are not cut over the ranks but
+            divided among them, balanced by size.
         clip_grad_norm: before each update, clip the gradients of this optimizer's parameters to this global L2 norm, as
             ``torch.nn.utils.clip_grad_norm_`` of these parameters would, without a pass over them.
         skip_nonfinite: a step in which that norm is NaN or infinite changes nothing: no weight, no state, no count of steps.
 
     The construction is collective. ``param_groups`` hold the model's own parameters and ``state`` is keyed by them; state
-    tensors are this rank's flat pieces. After a step ``grad_norm`` is the norm before clipping (None unless one of the two
-    options asks for it), ``step_was_skipped`` says whether ``skip_nonfinite`` skipped that step, alike on all ranks, and
-    ``skipped_steps`` how many it has skipped so far.
+    tensors are this rank's flat pieces (of a whole parameter all or nothing, in the parameter's shape). An optimizer may be
+    for some of the parameters only: the others are reduced, and left alone by its step. After a step ``grad_norm`` is the norm
+    before clipping (None unless one of the two options asks for it), ``step_was_skipped`` says whether ``skip_nonfinite``
+    skipped that step, alike on all ranks, and ``skipped_steps`` how many it has skipped so far.
 
     Raises:
-        UsageError: for optimizers that need whole matrices or all parameters, and options that cannot be used.
+        UsageError: for optimizers that need all parameters at once, and options that cannot be used.
         MismatchError: ranks have different optimizers or options; on every rank alike.
     """
 
-    @collector_paused()
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module,
         *,
         elementwise: bool = False,
+        whole: bool = False,
         clip_grad_norm: "float | None" = None,
         skip_nonfinite: bool = False,
     ):
         from shardstep._module import sharded_engine_of
 
-        if isinstance(optimizer, ShardedOptimizer):
-            raise UsageError("this optimizer is sharded already")
-        _refuse(optimizer, elementwise)
-        self._max_norm = _max_norm(clip_grad_norm)
-        self._skip_nonfinite = skip_nonfinite
+        plan = Plan((optimizer,), elementwise, whole, clip_grad_norm, skip_nonfinite)
+        self._set_up(optimizer, sharded_engine_of(model, plan), plan)
+
+    @classmethod
+    def of(cls, plan: Plan, engine: Engine) -> "list[ShardedOptimizer]":
+        """Those of a wrap, whose engine has been made with this plan."""
+        made = [cls.__new__(cls) for _ in plan.optimizers]
+        for self, optimizer in zip(made, plan.optimizers):
+            self._set_up(optimizer, engine, plan)
+            self._clipped_together = made
+        return made
+
+    @collector_paused()
+    def _set_up(self, optimizer: Optimizer, engine: Engine, plan: Plan) -> None:
+        self.engine = engine
+        self.wrapped = optimizer
+        self.whole = plan.needs_whole(optimizer)
         self.grad_norm: float | None = None
         self.step_was_skipped = False
         self.skipped_steps = 0
-        self.engine = sharded_engine_of(model)
-        self.wrapped = optimizer
+        self._max_norm = plan.clip_grad_norm
+        self._skip_nonfinite = plan.skip_nonfinite
+        self._clipped_together = [self]  # whose gradients the norm counts
         self._rule: FusedRule | TorchRule | None = None
         self._members: tuple[array.array, list[torch.Tensor]] | None = None  # placed parameters, and others
         self._groups: list[list[torch.Tensor]] = []  # the members of each group, when they were looked at last
@@ -79,7 +90,7 @@ class ShardedOptimizer(Optimizer):
         hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks
-        self._rule = FusedRule(self) if _is_fused(optimizer, self.engine) else TorchRule(self)
+        self._rule = FusedRule(self) if _is_fused(optimizer, engine) else WholeRule(self) if self.whole else TorchRule(self)
         self.state = self.entries = LazyState(self._rule.entry, live=isinstance(self._rule, TorchRule))
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -93,11 +104,7 @@ class ShardedOptimizer(Optimizer):
     def _take(self, parameter: torch.Tensor, group_index: int, warm: "dict[str, Any]") -> None:
         i = self.engine.index.get(id(parameter))
         if i is None:
-            if parameter.requires_grad and id(parameter) not in self.engine.ignored:
-                raise UsageError(
-                    f"param group {group_index} has a parameter of shape {tuple(parameter.shape)} that is not a parameter "
-                    "of the wrapped model; give each model its own optimizer"
-                )
+            check_foreign(self.engine, parameter, group_index)
             return
         if self.engine.placed(i):
             self._rule.add(i, group_index, warm)
@@ -117,6 +124,7 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._members = None
         if self._rule is not None:
+            check_group(self.wrapped, self.param_groups[-1])
             index = len(self.param_groups) - 1
             if self.param_groups is not self.wrapped.param_groups:
                 self.wrapped.param_groups.append(self.param_groups[-1])
@@ -189,7 +197,7 @@ class ShardedOptimizer(Optimizer):
 
     def _clip(self) -> bool:
         """Notes the norm and clips. False when the step is to be skipped."""
-        placed, _ = self._split()
+        placed = indices(i for optimizer in self._clipped_together for i in optimizer._split()[0])
         limit = float("inf") if self._max_norm is None else self._max_norm
         norm = self.grad_norm = self.engine.core.clip(placed, limit, self._skip_nonfinite)
         if math.isfinite(norm) or not self._skip_nonfinite:
@@ -249,7 +257,7 @@ class ShardedOptimizer(Optimizer):
                 continue
             cut = self.engine.cut(i)
             state = {
-                key: FlatShard(value, cut) if isinstance(value, torch.Tensor) and value.dim() == 1 else value
+                key: FlatShard(value, cut) if type(value) is torch.Tensor and value.dim() == 1 else value
                 for key, value in self._rule.to_save(i).items()
             }
             if parameter.dtype in LOW:
@@ -290,33 +298,6 @@ class ShardedOptimizer(Optimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
         return self._rule.bytes()
-
-
-def _max_norm(value: "float | None") -> "float | None":
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-        raise UsageError(f"clip_grad_norm must be a positive number or None, not {value!r}")
-    return value
-
-
-def _refuse(optimizer: Optimizer, elementwise: bool) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-    for refused, reason in REFUSED.items():
-        base = getattr(torch.optim, refused, None)
-        if base is not None and isinstance(optimizer, base):
-            kind = f"torch.optim.{refused}"
-            which = kind if type(optimizer) is base else f"{type(optimizer).__module__}.{name}, a {kind},"
-            raise UsageError(f"{which} cannot be sharded: {reason}")
-    if type(optimizer) not in ELEMENTWISE and not elementwise:
-        raise UsageError(
-            f"{type(optimizer).__module__}.{name} is not known to shardstep. If its update of each element depends on that "
-            "element's own weight, gradient and state alone, pass elementwise=True; otherwise it cannot be sharded"
-        )
-    for group in optimizer.param_groups:
-        for flag in ("differentiable", "capturable"):
-            if group.get(flag):
-                raise UsageError(f"{name}({flag}=True) is not supported by a sharded update; leave {flag} False")
 
 
 def _is_fused(optimizer: Optimizer, engine: Engine) -> bool:

@@ -1,5 +1,5 @@
 """How an update is made: ``SGD``, ``Adam`` and ``AdamW`` by fused kernels (``FusedRule``), every other elementwise optimizer by
-torch itself on flat pieces (``TorchRule``)."""
+torch itself on flat pieces (``TorchRule``), and those that need whole parameters on these (``WholeRule``)."""
 
 import array
 import inspect
@@ -10,16 +10,12 @@ from torch import nn
 
 from shardstep._engine import HELD, Engine, indices
 from shardstep._errors import UsageError
-from shardstep._flat_shard import FlatShard
+from shardstep._flat_shard import Cut, FlatShard
+from shardstep._plan import ELEMENTWISE, WHOLE, check_whole
 
 if TYPE_CHECKING:
     from shardstep._optim import ShardedOptimizer
 
-#: torch.optim classes whose update of an element depends on that element alone.
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adam", "AdamW", "SGD")
-)
 ADAM, SGD = range(2)
 STATE_NAMES = (("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), ("momentum_buffer",))
 #: State of torch's optimizers that is one number per parameter, whatever the parameter's shape.
@@ -88,7 +84,8 @@ class FusedRule:
         """Makes the state that members which are new, and options switched on since (momentum, amsgrad), need."""
         groups = self.owner.param_groups
         wanted = [self._names(group) for group in groups]
-        if wanted == self._made and self._addresses is not None:
+        buckets = range(self.engine.n_buckets)  # another optimizer's members may have brought new ones
+        if wanted == self._made and self._addresses is not None and all(len(a) == len(buckets) for a in self._addresses):
             return
         for bucket, shape in enumerate(self.engine.core.buckets()):
             for index in {self.groups[i] for i in shape["members"]} - {-1}:
@@ -102,7 +99,6 @@ class FusedRule:
                     if i >= 0 and self.groups[i] == index:
                         self.owner.entries.announce(parameter)
         self._made = wanted
-        buckets = range(self.engine.n_buckets)
         self._addresses = [
             array.array("q", [flat[b].data_ptr() if b in flat else 0 for b in buckets]) for flat in self.flat.values()
         ]
@@ -170,25 +166,29 @@ class TorchRule:
         self.engine = owner.engine
         self.optimizer = owner.wrapped
         self.optimizer.state.clear()
-        self.shards: dict[int, nn.Parameter] = {}
+        self.shards: dict[int, nn.Parameter] = {}  # what is stepped here
 
     def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
         if i in self.shards:  # in another group now
             return
         slot = self.engine.slots[i]
-        self.shards[i] = nn.Parameter(slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"])
+        piece = slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"]
+        self.shards[i] = nn.Parameter(self._shaped(i, piece))
+        self._fill(self.shards[i], i, group_index)
         if warm:
             self.load(i, warm)
-        else:
-            self._fill(i, self.owner.param_groups[group_index])
 
-    def _fill(self, i: int, group: "dict[str, Any]") -> None:
+    def _shaped(self, i: int, piece: torch.Tensor) -> torch.Tensor:
+        """This rank's part of something flat as the optimizer is to see it."""
+        return piece
+
+    def _fill(self, shard: nn.Parameter, i: int, group_index: int) -> None:
         """Makes the state that torch makes in its first step, so that there is something to load into before it."""
-        if type(self.optimizer) not in ELEMENTWISE:
+        if type(self.optimizer) not in ELEMENTWISE + WHOLE:
             return
-        shard = self.shards[i]
         shard.grad = shard.new_zeros(()).expand_as(shard)
         lists = len(inspect.signature(self.optimizer._init_group).parameters) - 1
+        group = self.owner.param_groups[group_index]
         self.optimizer._init_group({**group, "params": [shard]}, *([] for _ in range(lists)))
         shard.grad = None
         if shard in self.optimizer.state:
@@ -200,7 +200,7 @@ class TorchRule:
     def reset(self, i: int, group_index: int) -> None:
         """State as before the first step."""
         self.optimizer.state.pop(self.shards[i], None)
-        self._fill(i, self.owner.param_groups[group_index])
+        self._fill(self.shards[i], i, group_index)
 
     def prepare(self) -> None:
         """Nothing: state is made as members come."""
@@ -214,16 +214,19 @@ class TorchRule:
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         shard, parameter = self.shards[i], self.engine.params[i]
 
-        def piece(key: str, value: Any) -> Any:
+        def part(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if key in SCALAR_STATE or (value.dim() == 0 and parameter.dim() > 0):
                 return value.clone()
-            mine = piece_of(value, i, self.engine)
+            mine = self._part(value, i)
             return mine.to(shard.dtype if mine.is_floating_point() else mine.dtype, copy=True)
 
-        self.optimizer.state[shard] = {key: piece(key, value) for key, value in saved.items() if key != MASTER}
+        self.optimizer.state[shard] = {key: part(key, value) for key, value in saved.items() if key != MASTER}
         self.owner.entries.announce(parameter)
+
+    def _part(self, value: torch.Tensor, i: int) -> torch.Tensor:
+        return piece_of(value, i, self.engine)
 
     def step(self) -> None:
         core = self.engine.core
@@ -231,7 +234,8 @@ class TorchRule:
         core.adopt(indices(stepped))
         for i in stepped:
             core.materialise(i)  # also where this rank owns nothing: ranks agree on what is pending
-            self.shards[i].grad = self.engine.slots[i]["piece_grad"]
+            if i in self.shards:
+                self.shards[i].grad = self._shaped(i, self.engine.slots[i]["piece_grad"])
         outer, mine = self.owner.param_groups, self.optimizer.param_groups
         index = self.engine.index
         inner = [
@@ -243,14 +247,17 @@ class TorchRule:
             _unhooked_step(self.optimizer)
         finally:
             self.optimizer.param_groups = mine
-            for i in stepped:
-                self.shards[i].grad = None
+            for shard in self.shards.values():
+                shard.grad = None
         for before, after in zip(outer, inner):
             before.update({key: value for key, value in after.items() if key != "params"})
         for i in stepped:
-            if self.shards[i] in self.optimizer.state and self.engine.params[i] not in self.owner.entries:
-                self.owner.entries.announce(self.engine.params[i])
+            self._stepped(i)
         core.publish(indices(stepped))
+
+    def _stepped(self, i: int) -> None:
+        if self.shards[i] in self.optimizer.state and self.engine.params[i] not in self.owner.entries:
+            self.owner.entries.announce(self.engine.params[i])
 
     def bytes(self) -> int:
         return sum(
@@ -259,6 +266,96 @@ class TorchRule:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
+
+
+class WholeRule(TorchRule):
+    """As TorchRule for parameters that are placed whole: each is stepped, in its own shape, by the rank that owns it. The
+    others show the same state without elements (of torch's classes; what others will make is not known here)."""
+
+    def __init__(self, owner: "ShardedOptimizer"):
+        super().__init__(owner)
+        self._elsewhere: dict[int, dict[str, Any]] = {}  # state of what another rank owns; its tensors are on meta
+
+    def _owns(self, i: int) -> bool:
+        return self.engine.slots[i]["numel"] == self.engine.params[i].numel()
+
+    def add(self, i: int, group_index: int, warm: "dict[str, Any]") -> None:
+        if i in self._elsewhere:  # in another group now
+            return
+        check_whole(self.engine, self.optimizer, i)
+        if self._owns(i):
+            super().add(i, group_index, warm)
+            return
+        self._fill_elsewhere(i, group_index)
+        if warm:
+            self.load(i, warm)
+
+    def _fill_elsewhere(self, i: int, group_index: int) -> None:
+        parameter = self.engine.params[i]
+        stand_in = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32, device="meta"))
+        self._fill(stand_in, i, group_index)
+        self._elsewhere[i] = self.optimizer.state.pop(stand_in, {})
+
+    def reset(self, i: int, group_index: int) -> None:
+        if i in self.shards:
+            super().reset(i, group_index)
+        else:
+            self._fill_elsewhere(i, group_index)
+
+    def _shaped(self, i: int, piece: torch.Tensor) -> torch.Tensor:
+        return self.engine.cut(i).whole(piece)
+
+    def entry(self, parameter: torch.Tensor) -> "dict[str, Any]":
+        i = self.engine.index[id(parameter)]
+        if i in self.shards:
+            return super().entry(parameter)
+        return {
+            key: torch.empty(0, dtype=value.dtype) if _is_meta(value) else value for key, value in self._elsewhere[i].items()
+        }
+
+    def to_save(self, i: int) -> "dict[str, Any]":
+        state = super().to_save(i) if i in self.shards else self._elsewhere[i]
+        cut = self.engine.cut(i)
+
+        def part(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                return value
+            alike = value.shape == cut.shape
+            held = Cut(value.shape, 0, 0 if value.is_meta else value.numel(), cut.order if alike else None, cut.group)
+            flat = torch.empty(0, dtype=value.dtype) if value.is_meta else held.of(value)
+            return flat if alike else FlatShard(flat, held)  # what is like the parameter is cut like it
+
+        return {key: part(value) for key, value in state.items()}
+
+    def load(self, i: int, saved: "dict[str, Any]") -> None:
+        if i in self.shards:
+            super().load(i, saved)
+            return
+        scalars = {key: value.clone() for key, value in saved.items() if key in SCALAR_STATE and torch.is_tensor(value)}
+        self._elsewhere[i].update(scalars)
+        self.owner.entries.announce(self.engine.params[i])
+
+    def _part(self, value: torch.Tensor, i: int) -> torch.Tensor:
+        if not isinstance(value, FlatShard):
+            return value.detach()
+        if value.cut.numel != value.numel():
+            raise UsageError(
+                f"optimizer state of parameter {self.engine.names[i]!r} is {value!r}, cut for other ranks; this rank holds all "
+                "of it. Across world sizes save and load with shardstep.checkpoint or torch.distributed.checkpoint"
+            )
+        return value.cut.whole(value.local)
+
+    def _stepped(self, i: int) -> None:
+        if i in self.shards:
+            super()._stepped(i)
+            return
+        if "step" in self._elsewhere[i]:
+            self._elsewhere[i]["step"] += 1
+        self.owner.entries.announce(self.engine.params[i])
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:

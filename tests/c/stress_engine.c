@@ -336,18 +336,19 @@ static void *run_rank(void *argument)
     MUST(ss_shm_open(thread_wire_open(j->world, j->rank, 60), ss_kernels_get(NULL), &none, &transport, &err));
     ss_param_spec specs[PARAMS];
     const char *names[PARAMS];
-    int32_t all[PARAMS];
+    int32_t all[PARAMS], kinds[PARAMS];
     for (int32_t i = 0; i < PARAMS; i++) {
         specs[i] = (ss_param_spec){numels[i], SS_F32, SS_F32, 0};
         names[i] = "p";
         all[i] = i;
+        kinds[i] = i % 4; /* two optimizers, each with cut and with whole parameters */
     }
     ss_engine_config config = {.size = sizeof config, .n_params = PARAMS, .specs = specs, .names = names,
                                .bucket_bytes = 1200, .sharded = 1, .accumulate = 1};
     ss_framework calls = {&f,   kind_of,    wants_place, bind_grad,   unbind_grad, casts,
                           fold, fold_piece, add_beside,  fold_beside, drop_beside, written, dropped, NULL, NULL};
     MUST(ss_engine_create(&config, transport, ss_kernels_get(NULL), &calls, NULL, &f.engine, &err));
-    MUST(ss_engine_place(f.engine, all, PARAMS, &err));
+    MUST(ss_engine_place(f.engine, all, kinds, PARAMS, &err));
     MUST(ss_engine_set_divide_factor(f.engine, 1.0, &err));
     model *m = calloc(1, sizeof *m);
     float steps[PARAMS] = {0};
