@@ -12,7 +12,7 @@ ARGS ?=
 # Those that reach every file of the extension, and little else: instrumented code is slow. Tests that build C programs
 # of their own (tests/test_*_c.py) choose their own sanitizers.
 SANITIZE_TESTS ?= tests/test_window.py tests/test_optimizer.py tests/test_wire.py tests/test_bits.py
-SOURCES := $(sort $(shell find csrc -name '*.[ch]' -o -name '*.cpp'))
+SOURCES := $(sort $(shell find csrc cuda -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py'))
 
 FITTING_TORCH := from importlib.metadata import version; \
 	assert tuple(map(int, version('torch').split('.')[:2])) >= (2, 10)
@@ -33,13 +33,21 @@ export OMP_NUM_THREADS ?= 1
 BENCHMARKS := compare transport update scale
 QUICK ?= --quick
 
-.PHONY: train test bench soak install lint sanitize clean
+.PHONY: train test test-gpu cuda bench soak install lint sanitize clean
 
 train: $(INSTALLED)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
 
 test: $(INSTALLED)
 	$(PYTHON) -m pytest tests $(ARGS)
+
+# What runs on a GPU only; without one these tests are skipped, and counted.
+test-gpu: $(INSTALLED)
+	$(PYTHON) -m pytest tests -m gpu $(ARGS)
+
+# The CUDA kernels by themselves, for every architecture, into build/cuda-werror. Needs nvcc, no GPU and no torch.
+cuda:
+	python3 cuda/build_cuda.py --werror $(ARGS)
 
 # Two minutes each; all their options: python benchmarks/compare.py --help. Results go to build/benchmarks. The whole grid,
 # about 40 minutes, into the README: make bench QUICK= ARGS="--out benchmarks/results" && python benchmarks/report.py --write
@@ -81,5 +89,5 @@ lint: $(INSTALLED)
 
 clean:
 	rm -rf build python/shardstep.egg-info
-	find python -name '_C.*.so' -delete
+	find python -name '_C*.so' -o -name '_cuda.so' | xargs rm -f
 	rm -f $(INSTALLED)

@@ -1,4 +1,5 @@
-"""Builds ``shardstep._C``: a C11 core, and the few C++ files of csrc/shim that see torch's headers.
+"""Builds ``shardstep._C``: a C11 core, and the few C++ files of csrc/shim that see torch's headers; and the CUDA kernels beside
+it (cuda/build_cuda.py), where torch is built with CUDA and there is an nvcc of the same major version.
 
 Everything but the extension is declared in pyproject.toml. The build takes its switches from the environment:
 
@@ -6,6 +7,8 @@ Everything but the extension is declared in pyproject.toml. The build takes its 
 ``DEBUG=1``               -O0 -g3, assertions on
 ``SANITIZE=address``      AddressSanitizer and UndefinedBehaviorSanitizer; ``SANITIZE=thread`` for ThreadSanitizer
 ``SHARDSTEP_WERROR=1``    warnings are errors
+``SHARDSTEP_CUDA=0``      no CUDA kernels
+``CUDA_HOME``             where nvcc is, if not on PATH
 ``CC``, ``CXX``, ``CFLAGS``, ``CXXFLAGS``, ``LDFLAGS``    as everywhere
 """
 
@@ -14,6 +17,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -27,9 +31,13 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, PlatformError
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "cuda"))
+import build_cuda  # noqa: E402
+
 OLDEST_TORCH = (2, 10)
-C_FOLDERS = ("core", "kernels", "transport", "python")
-HEADERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
+WERROR = os.environ.get("SHARDSTEP_WERROR", "0") not in ("", "0")
+C_FOLDERS = ("core", "cuda", "kernels", "transport", "python")
+HEADERS = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("csrc/**/*.h"), *ROOT.glob("cuda/*")) if path.is_file())
 # The shim first: a file that includes torch compiles for half a minute, so it had better not start last.
 SOURCES = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/shim/*.cpp"))] + [
     str(path.relative_to(ROOT)) for folder in C_FOLDERS for path in sorted(ROOT.glob(f"csrc/{folder}/*.c"))
@@ -57,6 +65,7 @@ class Torch(NamedTuple):
 
     path: Path
     version: str  # as torch.__version__, e.g. "2.13.0+cpu"
+    cuda: "str | None"  # as torch.version.cuda, e.g. "13.0"
 
     @property
     def include_flags(self) -> list[str]:
@@ -69,14 +78,16 @@ def find_torch() -> Torch:
     path = next((path for path in torch_candidates() if (path / "version.py").is_file()), None)
     if path is None:
         raise PlatformError(NO_TORCH)
-    found = re.search(r"^__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)['\"]", (path / "version.py").read_text(), re.M)
+    text = (path / "version.py").read_text()
+    found = re.search(r"^__version__ = ['\"]((\d+)\.(\d+)[^'\"]*)['\"]", text, re.M)
     if found is None:
         raise PlatformError(f"cannot read torch's version from {path / 'version.py'}")
     version, major, minor = found.groups()
     if (int(major), int(minor)) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise PlatformError(f"torch {version} in {path} is too old: shardstep needs torch {oldest} or newer")
-    return Torch(path, version)
+    cuda = re.search(r"^cuda\b[^=\n]*= ['\"]([\d.]+)['\"]", text, re.M)
+    return Torch(path, version, cuda and cuda.group(1))
 
 
 def torch_candidates():
@@ -102,14 +113,13 @@ class Toolchain:
         sanitizer = environment("SANITIZE", "")
         if sanitizer and sanitizer not in SANITIZERS:
             raise PlatformError(f"SANITIZE={sanitizer}: choose from {', '.join(SANITIZERS)}")
-        werror = environment("SHARDSTEP_WERROR", "0") not in ("", "0")
-        self.variant = (sanitizer or ("debug" if debug else "release")) + ("-werror" if werror else "")
+        self.variant = (sanitizer or ("debug" if debug else "release")) + ("-werror" if WERROR else "")
 
         instrument = SANITIZERS.get(sanitizer, [])
         common = ["-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
-        common += ["-Icsrc", "-isystem", sysconfig.get_path("include")]
+        common += ["-Icsrc", "-Icuda", "-isystem", sysconfig.get_path("include")]
         common += [f'-DSHARDSTEP_TORCH_VERSION="{torch.version}"']
-        if werror:
+        if WERROR:
             common += ["-Werror"]
         if debug:
             optimize_c = optimize_cpp = ["-O0", "-g3"]
@@ -167,6 +177,20 @@ def included_files(target: Path) -> list[Path]:
 class BuildExtension(build_ext):
     """Compiles with one command per language, in parallel, and only what changed."""
 
+    def run(self):
+        super().run()
+        torch = find_torch()
+        why_not = build_cuda.left_out(torch.version, torch.cuda)
+        if why_not is not None:
+            print(f"without the CUDA kernels: {why_not}", flush=True)
+            return
+        print("building the CUDA kernels", flush=True)
+        try:
+            library, _ = build_cuda.build(build_cuda.folder(WERROR), WERROR)
+        except RuntimeError as error:
+            raise CompileError(str(error)) from error
+        shutil.copy(library, Path(self.get_ext_fullpath("shardstep._C")).parent)
+
     def build_extension(self, ext):
         if sys.platform != "linux":
             raise PlatformError(f"shardstep runs on Linux only for now, not on {sys.platform}")
@@ -203,7 +227,7 @@ class BuildExtension(build_ext):
         target = folder / "_C.so"
         command = [*toolchain.link, *map(str, objects), f"-L{torch_lib}"]
         command += [f"-Wl,-rpath,{path}" for path in search]
-        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-lm", "-o", str(target)]
+        command += ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-lm", "-ldl", "-o", str(target)]
         if not is_current(target, objects, command):
             make(target, command)
         return target

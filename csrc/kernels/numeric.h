@@ -105,7 +105,7 @@ typedef struct {
     float eps;
 } ss_adam_constants;
 
-static inline ss_adam_constants ss_adam_prepare(const ss_adam_args *args)
+SS_RULE ss_adam_constants ss_adam_prepare(const ss_adam_args *args)
 {
     ss_adam_constants c;
     float weight = (float)(1.0 - args->beta1);
@@ -165,7 +165,7 @@ typedef struct {
     float weight_decay, momentum, one_minus_dampening, negative_lr;
 } ss_sgd_constants;
 
-static inline ss_sgd_constants ss_sgd_prepare(const ss_sgd_args *args)
+SS_RULE ss_sgd_constants ss_sgd_prepare(const ss_sgd_args *args)
 {
     ss_sgd_constants c;
     c.grad_scale = args->maximize ? -args->grad_scale : args->grad_scale;
