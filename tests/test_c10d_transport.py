@@ -45,8 +45,9 @@ def build_library() -> pathlib.Path:
     for include in (package / "include", package / "include/torch/csrc/api/include", sysconfig.get_path("include")):
         torch_flags += ["-isystem", str(include)]
     digest = hashlib.sha256(repr((torch.__version__, FLAGS_C, torch_flags, common)).encode())
-    headers = ["core/dtype.h", "core/region.h", "core/status.h", "transport/transport.h", "transport/c10d.h"]
-    shim = [csrc / "shim/c10d.cpp", csrc / "shim/c10d_peers.hpp", ROOT / "tests/c/c10d_and_other_backend.cpp"]
+    headers = [*(f"core/{n}.h" for n in ("dtype", "region", "status")),
+               *(f"transport/{n}.h" for n in ("transport", "c10d", "control"))]
+    shim = [*(csrc / "shim").glob("c10d*"), *(csrc / "shim").glob("control.*"), ROOT / "tests/c/c10d_and_other_backend.cpp"]
     core = [*(csrc / h for h in headers), *csrc.glob("kernels/*.h"), *(csrc / s for s in SOURCES_C)]
     for path in sorted([*core, *shim]):
         digest.update(path.read_bytes())

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import fakes
 import pytest
 import ranks
 import shardstep
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 STEPS = 50
 BATCH = 288  # divisible by W * K for every combination below
-TRANSPORTS = ["shm", "c10d"]
+TRANSPORTS = ["shm", "c10d", "nccl"]  # nccl: doubles of NCCL and of a GPU, see tests/fakes
 EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -64,7 +65,7 @@ OPTIMIZERS = {
     "torch_sgd": (TorchSGD, dict(lr=0.05, momentum=0.9, nesterov=True), dict(elementwise=True)),
 }
 #: Every optimizer with one number of micro-batches, two of them with all. Their options are tried with 2 and 3 ranks
-#: over shm only, and 4 ranks over c10d try one optimizer of each kind: 50 steps are slow where ranks outnumber cores.
+#: over shm only; nccl, and 4 ranks over c10d, try one optimizer of each kind: 50 steps are slow where ranks outnumber cores.
 CASES = [(name, 3) for name in OPTIMIZERS] + [(name, k) for name in ("sgd_momentum", "adamw") for k in (1, 8)]
 VARIANTS = {"sgd", "decay", "dampening", "maximize", "amsgrad"}
 KINDS = {"sgd_momentum", "adamw", "rmsprop", "softsign", "torch_sgd"}
@@ -73,7 +74,7 @@ KINDS = {"sgd_momentum", "adamw", "rmsprop", "softsign", "torch_sgd"}
 def cases_of(world, transport):
     if transport == "shm" and world in (2, 3):
         return CASES
-    if transport == "c10d" and world == 4:
+    if transport == "nccl" or (transport == "c10d" and world == 4):
         return [(name, k) for name, k in CASES if name in KINDS]
     return [(name, k) for name, k in CASES if name.split("_")[-1] not in VARIANTS or name == "torch_sgd"]
 
@@ -140,7 +141,7 @@ def train_sharded(rank, world, transport, cases, clipping=CLIPPED):
         cls, options, arguments = OPTIMIZERS[name]
         model = network()
         optimizer = cls(model.parameters(), **options)
-        model, optimizer = shardstep.wrap(model, optimizer, transport=transport, bucket_cap_mb=0.002, **arguments)
+        model, optimizer = fakes.wrap(rank, model, optimizer, transport=transport, bucket_cap_mb=0.002, **arguments)
         results.append(train(model, optimizer, rank, world, k, options.get("maximize"), name in clipping))
         assert model.stats()["buckets"] > 2
         model.unwrap()
@@ -201,7 +202,8 @@ def train_as_torch_ddp(rank, world, k, name):
 
 def train_replicated(rank, world, k, name, transport):
     cls, options, _ = OPTIMIZERS[name]
-    model = shardstep.DistributedDataParallel(network(), transport=transport, bucket_cap_mb=0.002)
+    with fakes.gpus_for(transport, rank):
+        model = shardstep.DistributedDataParallel(network(), transport=transport, bucket_cap_mb=0.002)
     assert isinstance(model, nn.parallel.DistributedDataParallel)
     optimizer = cls(model.parameters(), **options)
     result = train(model, optimizer, rank, world, k, options.get("maximize"))
@@ -219,9 +221,9 @@ def sharded_beside_ddp(rank, world, names):
 
 def test_sgd_over_two_ranks_has_the_bits_of_torch_ddp():
     for rank, found in enumerate(ranks.run(2, sharded_beside_ddp, SGD_BITS)):
-        for name, (ddp, shm, c10d) in found.items():
-            assert_equal_bits(shm, ddp, f"{name} over shm, rank {rank}")
-            assert_equal_bits(c10d, ddp, f"{name} over c10d, rank {rank}")
+        for name, (ddp, *ours) in found.items():
+            for transport, got in zip(TRANSPORTS, ours, strict=True):
+                assert_equal_bits(got, ddp, f"{name} over {transport}, rank {rank}")
 
 
 def replicated_beside_ddp(rank, world):
@@ -235,11 +237,11 @@ def replicated_beside_ddp(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_replicated_form_trains_as_torch_ddp(world):
     for rank, found in enumerate(ranks.run(world, replicated_beside_ddp)):
-        for name, (ddp, shm, c10d) in found.items():
-            if world <= 2:  # a sum of two has one order only
-                assert_equal_bits(shm, ddp, f"{name} over shm, rank {rank}")
-                assert_equal_bits(c10d, ddp, f"{name} over c10d, rank {rank}")
-            assert relative_error(shm, ddp) <= 1e-5 and relative_error(c10d, ddp) <= 1e-5
+        for name, (ddp, *ours) in found.items():
+            for transport, got in zip(TRANSPORTS, ours, strict=True):
+                if world <= 2:  # a sum of two has one order only
+                    assert_equal_bits(got, ddp, f"{name} over {transport}, rank {rank}")
+                assert relative_error(got, ddp) <= 1e-5, transport
 
 
 # -- one rank, beside torch's own fused kernels -------------------------------------------------------------------
@@ -329,8 +331,9 @@ def test_cutting_parameters_into_shards_changes_no_bit_of_the_update(name):
 def train_class_form(rank, world, name, transport):
     cls, options, _ = OPTIMIZERS[name]
     results = [train_sharded(rank, world, transport, [(name, 3)])[0]]
-    model = shardstep.DistributedDataParallel(network(), transport=transport, bucket_cap_mb=0.002)
-    optimizer = shardstep.ShardedOptimizer(cls(model.parameters(), **options), model)
+    with fakes.gpus_for(transport, rank):
+        model = shardstep.DistributedDataParallel(network(), transport=transport, bucket_cap_mb=0.002)
+        optimizer = shardstep.ShardedOptimizer(cls(model.parameters(), **options), model)
     results.append(train(model, optimizer, rank, world, 3, clipped=name in CLIPPED))
     assert model.stats()["step"]["reduce_scatters"] == model.stats()["step"]["all_gathers"] == model.stats()["buckets"]
     model.unwrap()
@@ -351,7 +354,7 @@ def train_double(rank, world, name, transport):
     cls, options, _ = OPTIMIZERS[name]
     model = network().double()
     if transport is not None:
-        model, optimizer = shardstep.wrap(model, cls(model.parameters(), **options), transport=transport)
+        model, optimizer = fakes.wrap(rank, model, cls(model.parameters(), **options), transport=transport)
     else:
         optimizer, rank, world = cls(model.parameters(), **options), 0, 1
     for step in range(STEPS):
@@ -419,8 +422,8 @@ def train_low(rank, world, dtype, transport):
     found = {}
     for name, (cls, options, _) in LOW_OPTIMIZERS.items():
         model = network()
-        model, optimizer = shardstep.wrap(
-            model, cls(model.parameters(), **options), param_dtype=dtype, transport=transport, bucket_cap_mb=0.004
+        model, optimizer = fakes.wrap(
+            rank, model, cls(model.parameters(), **options), param_dtype=dtype, transport=transport, bucket_cap_mb=0.004
         )
         for step in range(LOW_STEPS):
             for i, (x, y) in enumerate(micro_batches(rank, world, LOW_K, step)):
@@ -475,7 +478,7 @@ class Mixed(nn.Module):
 def train_mixed(rank, world, name, transport):
     cls, options, _ = LOW_OPTIMIZERS[name]
     model = Mixed()
-    model, optimizer = shardstep.wrap(model, cls(model.parameters(), **options), transport=transport)
+    model, optimizer = fakes.wrap(rank, model, cls(model.parameters(), **options), transport=transport)
     for step in range(LOW_STEPS):
         for i, (x, y) in enumerate(micro_batches(rank, world, LOW_K, step)):
             with model.no_sync() if i + 1 < LOW_K else contextlib.nullcontext():
@@ -522,7 +525,7 @@ def test_parameters_of_three_dtypes_train_together(world, name, transport):
 def small_updates(rank, world, transport):
     model = nn.ParameterList([nn.Parameter(torch.ones(300))])
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-17)
-    model, optimizer = shardstep.wrap(model, optimizer, param_dtype=torch.bfloat16, transport=transport)
+    model, optimizer = fakes.wrap(rank, model, optimizer, param_dtype=torch.bfloat16, transport=transport)
     for _ in range(1000):
         model[0].sum().backward()
         optimizer.step()
@@ -543,7 +546,7 @@ def writes_between_steps(rank, world, transport):
     """B58: a weights-only load and a plain write are where the next step starts from."""
     model = nn.Sequential(nn.Linear(40, 40))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer = shardstep.wrap(model, optimizer, param_dtype=torch.bfloat16, transport=transport)
+    model, optimizer = fakes.wrap(rank, model, optimizer, param_dtype=torch.bfloat16, transport=transport)
 
     def step():
         sum(p.sum() for p in model.parameters()).backward()

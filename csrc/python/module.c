@@ -3,6 +3,7 @@
 
 #include "kernels/kernels.h"
 #include "transport/c10d.h"
+#include "transport/nccl.h"
 #include "transport/shm.h"
 
 static void close_transport(PyObject *capsule)
@@ -90,6 +91,59 @@ static PyObject *open_c10d(PyObject *module, PyObject *args)
     return wrap_transport(transport, code, &err);
 }
 
+static void release_device(PyObject *capsule)
+{
+    ss_device_release(PyCapsule_GetPointer(capsule, SS_DEVICE_CAPSULE));
+}
+
+static PyObject *open_device(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s", &name)) {
+        return NULL;
+    }
+    ss_error err = {0};
+    ss_device *device = NULL;
+    if (ss_shim_device(name, &device, &err) != SS_OK) {
+        ss_raise_error(&err);
+        return NULL;
+    }
+    PyObject *capsule = PyCapsule_New(device, SS_DEVICE_CAPSULE, release_device);
+    if (capsule == NULL) {
+        ss_device_release(device);
+    }
+    return capsule;
+}
+
+PyDoc_STRVAR(open_nccl_doc,
+             "open_nccl(device, control_group, identity, library, wheel, rank, world, timeout) -> capsule\n\n"
+             "Collective. A transport over a communicator of its own on `device` (a capsule); `control_group` is the name of a\n"
+             "Gloo group for control messages, None for one rank; `identity` names the GPU; `library` is NCCL's path or None,\n"
+             "`wheel` where it may be besides.");
+
+static PyObject *open_nccl(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *capsule;
+    ss_nccl_options options = {0};
+    if (!PyArg_ParseTuple(args, "Ozszziid", &capsule, &options.control_group, &options.identity, &options.override,
+                          &options.wheel, &options.rank, &options.world, &options.timeout)) {
+        return NULL;
+    }
+    ss_device *device = PyCapsule_GetPointer(capsule, SS_DEVICE_CAPSULE);
+    if (device == NULL) {
+        return NULL;
+    }
+    ss_error err = {0};
+    ss_transport *transport = NULL;
+    ss_code code;
+    Py_BEGIN_ALLOW_THREADS
+    code = ss_nccl_open(&options, device, &transport, &err);
+    Py_END_ALLOW_THREADS
+    return wrap_transport(transport, code, &err);
+}
+
 PyDoc_STRVAR(exchange_doc,
              "exchange(transport, message) -> list of every rank's message\n\n"
              "Collective. Messages may differ in length. The transport must not belong to an Engine.");
@@ -109,6 +163,8 @@ static PyMethodDef methods[] = {
     {"open_shm", open_shm, METH_VARARGS, open_shm_doc},
     {"shm_identity", shm_identity, METH_NOARGS, "A line that is equal for processes which can use open_shm together."},
     {"open_c10d", open_c10d, METH_VARARGS, open_c10d_doc},
+    {"open_device", open_device, METH_VARARGS, "open_device(name) -> capsule: torch's device of that name, as \"cuda:0\"."},
+    {"open_nccl", open_nccl, METH_VARARGS, open_nccl_doc},
     {"exchange", ss_py_exchange, METH_VARARGS, exchange_doc},
     {"fail", ss_py_fail, METH_VARARGS, fail_doc},
     {"kernel_isa", kernel_isa, METH_NOARGS, "The instruction set of the kernels in use."},

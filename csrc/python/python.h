@@ -24,5 +24,6 @@ PyObject *ss_py_fail(PyObject *module, PyObject *args);
 extern PyType_Spec ss_engine_type_spec;
 
 #define SS_TRANSPORT_CAPSULE "shardstep.transport"
+#define SS_DEVICE_CAPSULE "shardstep.device"
 
 #endif

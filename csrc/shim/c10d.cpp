@@ -1,33 +1,26 @@
 // The c10d transport (csrc/transport/c10d.h says what it does and promises).
 //
-// Order of this file: small helpers; the transport's state and its errors; posting, finishing and waiting; the vtable.
+// Order of this file: small helpers; the transport's state; posting and finishing; the vtable.
 
 #include "transport/c10d.h"
 
-#include <cxxabi.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <deque>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "shim/c10d_peers.hpp"
+#include "shim/control.hpp"
 
 extern "C" {
 #include "kernels/kernels.h"
@@ -36,55 +29,11 @@ extern "C" {
 namespace {
 
 using namespace shardstep;
-using Clock = std::chrono::steady_clock;
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-
-constexpr auto kInterruptEvery = milliseconds(100);
-constexpr auto kPeersEvery = milliseconds(50);
-constexpr auto kStoreEvery = milliseconds(250);
-constexpr auto kGrace = milliseconds(400); // what a dying peer sent may still be in my socket
-constexpr auto kDiagnose = milliseconds(1000);
-constexpr auto kSleepMin = microseconds(20);
-constexpr auto kSleepMax = microseconds(500);
 constexpr size_t kScratchLimit = size_t{64} << 20;
 constexpr int64_t kBlock = 8192; // elements finished before `reduced` is told: in L2 with every source
 constexpr int kScatterWorld = 4;
 
 // ---------------------------------------------------------------------------------------------- small helpers
-
-// Collectives of ours are no business of Python dispatch modes that are active in the thread (and would take the GIL).
-struct OutsideDispatchModes {
-    c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKeySet(c10::DispatchKey::Python) |
-                                             c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot) |
-                                             c10::autograd_dispatch_keyset | c10::DispatchKeySet(
-                                                 c10::DispatchKey::ADInplaceOrView)};
-};
-
-std::string describe_current_exception()
-{
-    try {
-        throw;
-    } catch (const c10::Error &e) {
-        return e.what_without_backtrace();
-    } catch (const std::exception &e) {
-        return e.what();
-    } catch (...) {
-        return "an exception of unknown type";
-    }
-}
-
-// Gloo's headers do not come with torch, so its exceptions are told apart by name.
-std::string current_exception_type()
-{
-    const std::type_info *type = abi::__cxa_current_exception_type();
-    int status = 0;
-    char *name = type == nullptr ? nullptr : abi::__cxa_demangle(type->name(), nullptr, nullptr, &status);
-    std::string result = name == nullptr ? "" : name;
-    std::free(name);
-    return result;
-}
 
 at::ScalarType scalar_type(ss_dtype dtype) { return dtype == SS_F64 ? at::kDouble : at::kFloat; }
 
@@ -122,17 +71,6 @@ ss_region *new_region(size_t bytes)
     return region.release();
 }
 
-// torch 2.13 renamed the flat collectives and deprecated the old names.
-template <class G>
-c10::intrusive_ptr<c10d::Work> flat_all_gather(G &group, at::Tensor &output, at::Tensor &input)
-{
-    if constexpr (requires { group.all_gather_single(output, input); }) {
-        return group.all_gather_single(output, input);
-    } else {
-        return group._allgather_base(output, input);
-    }
-}
-
 template <class G>
 c10::intrusive_ptr<c10d::Work> flat_reduce_scatter(G &group, at::Tensor &output, at::Tensor &input)
 {
@@ -142,47 +80,6 @@ c10::intrusive_ptr<c10d::Work> flat_reduce_scatter(G &group, at::Tensor &output,
         return group._reduce_scatter_base(output, input);
     }
 }
-
-// One collective that was posted.
-class Pending {
-  public:
-    explicit Pending(c10::intrusive_ptr<c10d::Work> work) : work_(std::move(work))
-    {
-        if (!work_) {
-            throw Failure{SS_ERR_TRANSPORT, -1, "the process group returned no work for an asynchronous collective"};
-        }
-        try { // a Work from Python answers isCompleted() only through its future
-            future_ = work_->getFuture();
-        } catch (const std::exception &) {
-            future_ = nullptr; // backends without futures have a working isCompleted()
-        }
-    }
-
-    // Throws what the collective threw.
-    bool done()
-    {
-        if (future_) {
-            if (!future_->completed()) {
-                return false;
-            }
-            if (future_->hasError()) {
-                std::rethrow_exception(future_->exception_ptr());
-            }
-        } else {
-            if (!work_->isCompleted()) {
-                return false;
-            }
-            if (!work_->isSuccess()) {
-                std::rethrow_exception(work_->exception());
-            }
-        }
-        return true;
-    }
-
-  private:
-    c10::intrusive_ptr<c10d::Work> work_;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 bool all_done(std::vector<Pending> &works)
 {
@@ -210,99 +107,26 @@ struct Task {
 
 struct Transport {
     ss_transport base{}; // first: the C side holds a pointer to it
-    Group data, control;
+    Group data;
+    Control control{&base};
     Method method = Method::kReduceScatter;
     const ss_kernels *kernels = ss_kernels_get(nullptr);
-    std::unique_ptr<Peers> peers;
-    std::unique_ptr<Notices> notices;
     std::vector<Bucket> buckets;
     std::deque<Task> queued, posted;
-    std::vector<Pending> exchanges; // those that a timeout or an interrupt left behind
     std::vector<at::Tensor> spare;  // scratch for reuse
     size_t scratch_bytes = 0;       // of posted tasks
-    std::optional<ss_error> failed;
 };
 
 static_assert(std::is_standard_layout_v<ss_transport>);
 
 Transport *self(ss_transport *t) { return reinterpret_cast<Transport *>(t); }
 
-std::string bucket_name(int bucket) { return bucket < 0 ? "" : " of bucket " + std::to_string(bucket); }
-
-// Ends the transport: it only repeats this error from now on.
-[[noreturn]] void fail_for_good(Transport *t, const Failure &failure, const char *phase, int bucket)
-{
-    ss_error error{};
-    ss_fail_at(&error, failure.code, failure.rank, bucket, "c10d, rank %d, %s%s: %s", t->base.rank, phase,
-               bucket_name(bucket).c_str(), failure.text.c_str());
-    t->failed = error;
-    if (failure.code == SS_ERR_PEER_LOST && t->notices) {
-        t->notices->publish('L', failure.rank, failure.text);
-    }
-    throw error;
-}
-
-// Called in a catch block with what a collective threw. Finds out why: a peer's notice and a dead process explain it
-// better than the backend's words, and may come a moment later.
-[[noreturn]] void explain(Transport *t, const char *phase, int bucket)
-{
-    std::string type = current_exception_type(), text = describe_current_exception();
-    bool timeout = type == "gloo::TimeoutException";
-    bool connection = type == "gloo::IoException";
-    try {
-        auto end = Clock::now() + (timeout ? milliseconds(0) : kDiagnose);
-        while (t->notices && t->peers) {
-            t->notices->look();
-            int dead = t->peers->dead();
-            if (dead >= 0) {
-                throw Failure{SS_ERR_PEER_LOST, dead, "the process of rank " + std::to_string(dead) + " has ended"};
-            }
-            if (Clock::now() >= end) {
-                break;
-            }
-            std::this_thread::sleep_for(milliseconds(20));
-        }
-    } catch (const Failure &failure) {
-        fail_for_good(t, failure, phase, bucket);
-    }
-    if (timeout) {
-        fail_for_good(t, {SS_ERR_TIMEOUT, -1, "the process group's own timeout passed: " + text}, phase, bucket);
-    }
-    if (connection) {
-        fail_for_good(t, {SS_ERR_PEER_LOST, -1, "the connection to a peer broke, which one is unknown: " + text}, phase,
-                      bucket);
-    }
-    fail_for_good(t, {SS_ERR_TRANSPORT, -1, "the process group failed: " + text}, phase, bucket);
-}
-
 // Runs a vtable function's body; no C++ exception leaves this file.
 template <class Body>
-ss_code guarded(ss_transport *base, const char *phase, int bucket, ss_error *err, Body body) noexcept
+ss_code run(ss_transport *base, const char *phase, int bucket, ss_error *err, Body body) noexcept
 {
     Transport *t = self(base);
-    ss_error error{};
-    try {
-        if (t->failed) {
-            throw *t->failed;
-        }
-        body(t);
-        return SS_OK;
-    } catch (const ss_error &known) {
-        error = known;
-    } catch (const Failure &failure) {
-        ss_fail_at(&error, failure.code, failure.rank, bucket, "c10d, rank %d, %s%s: %s", base->rank, phase,
-                   bucket_name(bucket).c_str(), failure.text.c_str());
-    } catch (const std::bad_alloc &) {
-        ss_fail_at(&error, SS_ERR_NO_MEMORY, -1, bucket, "c10d, rank %d, %s%s: out of memory", base->rank, phase,
-                   bucket_name(bucket).c_str());
-    } catch (...) {
-        ss_fail_at(&error, SS_ERR_TRANSPORT, -1, bucket, "c10d, rank %d, %s%s: %s", base->rank, phase,
-                   bucket_name(bucket).c_str(), describe_current_exception().c_str());
-    }
-    if (err != nullptr) {
-        *err = error;
-    }
-    return error.code;
+    return guarded(t->control, phase, bucket, err, [&] { body(t); });
 }
 
 Bucket &at(Transport *t, int bucket)
@@ -434,7 +258,7 @@ void post(Transport *t)
             ss_reduce_end(&t->base, span);
         } catch (...) {
             ss_reduce_end(&t->base, span);
-            explain(t, task.gather ? "all-gather" : "reduce-scatter", task.bucket);
+            t->control.explain(task.gather ? "all-gather" : "reduce-scatter", task.bucket);
         }
         (task.gather ? b.gather[*task.gather] : b.reduce) = Phase::kPosted;
     }
@@ -488,7 +312,7 @@ void progress(Transport *t)
         try {
             arrived = all_done(task->works);
         } catch (...) {
-            explain(t, phase, task->bucket);
+            t->control.explain(phase, task->bucket);
         }
         if (!arrived) {
             ++task;
@@ -512,103 +336,11 @@ void progress(Transport *t)
     post(t);
 }
 
-// Waits until `ready()`, making progress meanwhile. Work::wait with a timeout would do for Gloo, but for other backends
-// it may end the work, so completion is polled.
+// Waits until `ready()`, making progress meanwhile.
 template <class Ready>
 void wait(Transport *t, const char *phase, int bucket, Ready ready)
 {
-    progress(t);
-    if (ready()) {
-        return;
-    }
-    const auto start = Clock::now();
-    const auto end = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(
-                                 std::min(t->base.timeout, 1e9)));
-    auto interrupt_at = start + kInterruptEvery, peers_at = start + kPeersEvery, store_at = start + kStoreEvery;
-    auto sleep = kSleepMin;
-    std::optional<Clock::time_point> lost_at;
-    Failure lost{SS_ERR_PEER_LOST, -1, ""};
-    struct Timer {
-        Transport *t;
-        Clock::time_point start;
-        ~Timer() { t->base.traffic.wait_seconds += std::chrono::duration<double>(Clock::now() - start).count(); }
-    } timer{t, start};
-
-    while (true) {
-        std::this_thread::sleep_for(sleep);
-        sleep = std::min(sleep + sleep / 4, kSleepMax);
-        progress(t);
-        if (ready()) {
-            return;
-        }
-        const auto now = Clock::now();
-        if (now >= interrupt_at) {
-            interrupt_at = now + kInterruptEvery;
-            if (t->base.callbacks.interrupted != nullptr && t->base.callbacks.interrupted(t->base.callbacks.ctx) != 0) {
-                throw Failure{SS_ERR_INTERRUPTED, -1, "interrupted while waiting for peers"};
-            }
-        }
-        if (now >= peers_at && t->peers && !lost_at) {
-            peers_at = now + kPeersEvery;
-            lost.rank = t->peers->dead();
-            if (lost.rank >= 0) {
-                lost.text = "the process of rank " + std::to_string(lost.rank) + " has ended";
-                lost_at = now;
-            }
-        }
-        if (now >= store_at && t->notices) {
-            store_at = now + kStoreEvery;
-            try {
-                if (!t->notices->look() && !lost_at) {
-                    lost.text = "the connection to the process group's store broke; whoever hosts it (rank 0 or the "
-                                "launcher) is gone";
-                    lost_at = now;
-                }
-            } catch (const Failure &failure) {
-                fail_for_good(t, failure, phase, bucket);
-            }
-        }
-        if (lost_at && now >= *lost_at + kGrace) {
-            fail_for_good(t, lost, phase, bucket);
-        }
-        if (now >= end) {
-            char text[128];
-            std::snprintf(text, sizeof text, "some peer did not arrive within %g seconds", t->base.timeout);
-            throw Failure{SS_ERR_TIMEOUT, -1, text};
-        }
-    }
-}
-
-void exchange(Transport *t, const void *mine, size_t bytes, void *all)
-{
-    const size_t world = static_cast<size_t>(t->base.world);
-    if (world == 1 || bytes == 0) {
-        if (bytes > 0 && all != mine) {
-            std::memmove(all, mine, bytes);
-        }
-        return;
-    }
-    // In memory of its own: after a timeout the collective is still pending while the caller's buffers are gone.
-    at::Tensor message, result;
-    try {
-        OutsideDispatchModes guard;
-        message = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
-        result = at::empty({static_cast<int64_t>(bytes * world)}, at::kByte);
-        std::memcpy(message.data_ptr(), mine, bytes);
-        t->exchanges.emplace_back(flat_all_gather(*t->control, result, message));
-    } catch (...) {
-        explain(t, "exchange", -1);
-    }
-    wait(t, "exchange", -1, [&] {
-        try {
-            return t->exchanges.back().done();
-        } catch (...) {
-            explain(t, "exchange", -1);
-        }
-    });
-    t->exchanges.pop_back();
-    std::memcpy(all, result.data_ptr(), bytes * world);
-    t->base.traffic.control_bytes += bytes * (world - 1);
+    t->control.wait(phase, bucket, ready, [t] { progress(t); });
 }
 
 // ---------------------------------------------------------------------------------------------- the vtable
@@ -616,7 +348,7 @@ void exchange(Transport *t, const void *mine, size_t bytes, void *all)
 ss_code op_add_chunk(ss_transport *base, const ss_bucket_spec *specs, int n, size_t bytes, ss_region **region,
                      ss_error *err)
 {
-    return guarded(base, "adding a chunk", -1, err, [&](Transport *t) {
+    return run(base, "adding a chunk", -1, err, [&](Transport *t) {
         const size_t world = static_cast<size_t>(t->base.world);
         for (int i = 0; i < n; ++i) {
             const ss_bucket_spec &s = specs[i];
@@ -645,7 +377,7 @@ ss_code op_add_chunk(ss_transport *base, const ss_bucket_spec *specs, int n, siz
 
 ss_code op_launch(ss_transport *base, int bucket, int contributes, ss_error *err)
 {
-    return guarded(base, "launch", bucket, err, [&](Transport *t) {
+    return run(base, "launch", bucket, err, [&](Transport *t) {
         Bucket &b = at(t, bucket);
         if (b.reduce != Phase::kIdle) {
             throw Failure{SS_ERR_USAGE, -1, "it was already launched in this round"};
@@ -662,7 +394,7 @@ ss_code op_launch(ss_transport *base, int bucket, int contributes, ss_error *err
 
 ss_code op_poll(ss_transport *base, int bucket, ss_reduce_state *state, ss_error *err)
 {
-    return guarded(base, "reduce-scatter", bucket, err, [&](Transport *t) {
+    return run(base, "reduce-scatter", bucket, err, [&](Transport *t) {
         Bucket &b = at(t, bucket);
         if (b.reduce == Phase::kIdle) {
             throw Failure{SS_ERR_USAGE, -1, "it was not launched in this round"};
@@ -674,7 +406,7 @@ ss_code op_poll(ss_transport *base, int bucket, ss_reduce_state *state, ss_error
 
 ss_code op_reduce(ss_transport *base, int bucket, ss_error *err)
 {
-    return guarded(base, "reduce-scatter", bucket, err, [&](Transport *t) {
+    return run(base, "reduce-scatter", bucket, err, [&](Transport *t) {
         Bucket &b = at(t, bucket);
         if (b.reduce == Phase::kIdle) {
             throw Failure{SS_ERR_USAGE, -1, "it was not launched in this round"};
@@ -685,7 +417,7 @@ ss_code op_reduce(ss_transport *base, int bucket, ss_error *err)
 
 ss_code op_settle(ss_transport *base, ss_error *err)
 {
-    return guarded(base, "settle", -1, err, [&](Transport *t) {
+    return run(base, "settle", -1, err, [&](Transport *t) {
         wait(t, "settle", -1, [&] {
             return std::all_of(t->buckets.begin(), t->buckets.end(), [](const Bucket &b) {
                 return b.reduce == Phase::kIdle || b.reduce == Phase::kDone;
@@ -699,7 +431,7 @@ ss_code op_settle(ss_transport *base, ss_error *err)
 
 ss_code op_exchange(ss_transport *base, const void *mine, size_t bytes, void *all, ss_error *err)
 {
-    return guarded(base, "exchange", -1, err, [&](Transport *t) { exchange(t, mine, bytes, all); });
+    return run(base, "exchange", -1, err, [&](Transport *t) { t->control.exchange(mine, bytes, all, [t] { progress(t); }); });
 }
 
 Bucket &with_plane(Transport *t, ss_plane plane, int bucket)
@@ -713,7 +445,7 @@ Bucket &with_plane(Transport *t, ss_plane plane, int bucket)
 
 ss_code op_publish(ss_transport *base, ss_plane plane, int bucket, ss_error *err)
 {
-    return guarded(base, "publish", bucket, err, [&](Transport *t) {
+    return run(base, "publish", bucket, err, [&](Transport *t) {
         Bucket &b = with_plane(t, plane, bucket);
         if (b.gather[plane] == Phase::kQueued || b.gather[plane] == Phase::kPosted) {
             throw Failure{SS_ERR_USAGE, -1, "it was already published and not collected"};
@@ -729,7 +461,7 @@ ss_code op_publish(ss_transport *base, ss_plane plane, int bucket, ss_error *err
 
 ss_code op_collect(ss_transport *base, ss_plane plane, int bucket, ss_error *err)
 {
-    return guarded(base, "all-gather", bucket, err, [&](Transport *t) {
+    return run(base, "all-gather", bucket, err, [&](Transport *t) {
         Bucket &b = with_plane(t, plane, bucket);
         if (b.gather[plane] == Phase::kIdle) {
             throw Failure{SS_ERR_USAGE, -1, "it was not published"};
@@ -741,7 +473,7 @@ ss_code op_collect(ss_transport *base, ss_plane plane, int bucket, ss_error *err
 // A broadcast that is complete has left my memory, so there is no need to hear from the peers.
 ss_code op_release(ss_transport *base, ss_plane plane, ss_error *err)
 {
-    return guarded(base, "release", -1, err, [&](Transport *t) {
+    return run(base, "release", -1, err, [&](Transport *t) {
         wait(t, "release", -1, [&] {
             return std::all_of(t->buckets.begin(), t->buckets.end(), [&](const Bucket &b) {
                 return b.gather[plane] == Phase::kIdle || b.gather[plane] == Phase::kDone;
@@ -755,15 +487,8 @@ ss_code op_release(ss_transport *base, ss_plane plane, ss_error *err)
 
 void op_fail(ss_transport *base, const char *message)
 {
-    (void)guarded(base, "fail", -1, nullptr, [&](Transport *t) { // which skips it when a failure is known to all already
-        if (t->notices) {
-            t->notices->publish('A', base->rank, message == nullptr ? "" : message);
-        }
-        ss_error error{};
-        ss_fail_at(&error, SS_ERR_ABORTED, base->rank, -1, "c10d, rank %d: this rank had given up: %s", base->rank,
-                   message == nullptr ? "" : message);
-        t->failed = error;
-    });
+    // Nothing when a failure is known to all already.
+    (void)run(base, "fail", -1, nullptr, [&](Transport *t) { t->control.give_up(message); });
 }
 
 void op_close(ss_transport *base)
@@ -776,7 +501,7 @@ void op_close(ss_transport *base)
             return false;
         }
     };
-    bool any = std::any_of(t->exchanges.begin(), t->exchanges.end(), pending);
+    bool any = t->control.any_pending();
     for (Task &task : t->posted) {
         any = any || std::any_of(task.works.begin(), task.works.end(), pending);
     }
@@ -784,7 +509,7 @@ void op_close(ss_transport *base)
         // The last reference to a group waits in its destructor for what is pending; close() must not. Such a group is
         // lost anyhow, so its memory goes with the process.
         (void)t->data.release();
-        (void)t->control.release();
+        t->control.abandon_group();
     }
     for (Bucket &b : t->buckets) {
         ss_region_release(b.region);
@@ -796,23 +521,6 @@ const ss_transport_ops kOps = {
     sizeof(ss_transport_ops), "c10d",     1,          op_add_chunk, op_launch, op_poll, op_reduce, op_settle,
     op_exchange,              op_publish, op_collect, op_release,   op_fail,   op_close,
 };
-
-Group resolve(const char *name, const char *role, int rank, int world)
-{
-    Group group;
-    try {
-        group = c10d::resolve_process_group(name == nullptr ? "" : name);
-    } catch (...) {
-        throw Failure{SS_ERR_USAGE, -1, std::string("there is no ") + role + " group: " + describe_current_exception()};
-    }
-    if (group->getRank() != rank || group->getSize() != world) {
-        throw Failure{SS_ERR_USAGE, -1,
-                      std::string("in the ") + role + " group this process is rank " +
-                          std::to_string(group->getRank()) + " of " + std::to_string(group->getSize()) + ", not " +
-                          std::to_string(rank) + " of " + std::to_string(world)};
-    }
-    return group;
-}
 
 // Which backend carries CPU tensors; "python" for a group without backends, whose collectives are methods in Python.
 std::string cpu_backend(const Group &group)
@@ -840,27 +548,16 @@ extern "C" ss_code ss_c10d_open(const char *data_group, const char *control_grou
     if (callbacks != nullptr) {
         t->base.callbacks = *callbacks;
     }
-    ss_code code = guarded(&t->base, "open", -1, err, [&](Transport *) {
-        t->data = resolve(data_group, "data", rank, world);
-        t->control = resolve(control_group, "control", rank, world);
-        if (t->data == t->control && world > 1) {
+    ss_code code = run(&t->base, "open", -1, err, [&](Transport *) {
+        t->data = resolve_group(data_group, "data", rank, world);
+        Group control = resolve_group(control_group, "control", rank, world);
+        if (t->data == control && world > 1) {
             throw Failure{SS_ERR_USAGE, -1, "the data group and the control group must be two groups"};
         }
         const std::string backend = cpu_backend(t->data);
-        std::vector<Identity> ids(static_cast<size_t>(world));
-        const Identity mine = Identity::mine(backend);
-        exchange(t, &mine, sizeof mine, ids.data());
-        t->base.traffic = ss_traffic{};
-        for (int k = 0; k < world; ++k) {
-            if (ids[static_cast<size_t>(k)].backend != mine.backend) {
-                throw Failure{SS_ERR_MISMATCH, k,
-                              "rank " + std::to_string(k) + " has another backend in the data group than " + backend};
-            }
-        }
-        t->peers = std::make_unique<Peers>(ids, rank);
-        t->notices = std::make_unique<Notices>(t->control->getStore(), ids[0].nonce);
+        t->control.meet(std::move(control), backend);
         if (backend == "gloo") {
-            t->method = t->peers->one_host() || world <= kScatterWorld ? Method::kScatter : Method::kAllReduce;
+            t->method = t->control.one_host() || world <= kScatterWorld ? Method::kScatter : Method::kAllReduce;
         } else { // a group in Python has allreduce, but no flat reduce-scatter
             t->method = backend == "python" ? Method::kAllReduce : Method::kReduceScatter;
         }

@@ -1,4 +1,4 @@
-// How the c10d transport knows its peers: who they are, whether they live, and what they have to say about failures.
+// How a transport knows its peers: who they are, whether they live, and what they have to say about failures.
 #ifndef SHARDSTEP_SHIM_C10D_PEERS_HPP
 #define SHARDSTEP_SHIM_C10D_PEERS_HPP
 
@@ -171,6 +171,43 @@ class Notices {
         throw Failure{kind == 'L' ? SS_ERR_PEER_LOST : SS_ERR_ABORTED, rank, text.substr(length)};
     }
 
+    // This rank has waited for long, for number `number` of a kind of its own count.
+    void waits(char kind, int rank, uint64_t number) noexcept
+    {
+        try {
+            if (store_) {
+                store_->set(waiting(kind, rank), std::to_string(number));
+            }
+        } catch (...) {
+            store_ = nullptr;
+        }
+    }
+
+    // The ranks that have not said that they wait for this number or a later one. Others may yet have come and gone on.
+    std::vector<int> missing(char kind, int me, int world, uint64_t number) noexcept
+    {
+        std::vector<int> ranks;
+        try {
+            for (int k = 0; store_ && k < world; ++k) {
+                const std::string key = waiting(kind, k);
+                if (k == me) {
+                    continue;
+                }
+                if (store_->check({key})) {
+                    const std::vector<uint8_t> raw = store_->get(key);
+                    if (std::stoull(std::string(raw.begin(), raw.end())) >= number) {
+                        continue;
+                    }
+                }
+                ranks.push_back(k);
+            }
+        } catch (...) {
+            store_ = nullptr;
+            ranks.clear();
+        }
+        return ranks;
+    }
+
     void publish(char kind, int rank, const std::string &message) noexcept
     {
         try {
@@ -188,6 +225,8 @@ class Notices {
     }
 
   private:
+    std::string waiting(char kind, int rank) const { return key_ + "/" + kind + std::to_string(rank); }
+
     c10::intrusive_ptr<c10d::Store> store_;
     std::string key_;
     bool lost_ = false;

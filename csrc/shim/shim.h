@@ -8,6 +8,7 @@
 
 #include <Python.h>
 
+#include "core/device.h"
 #include "core/engine.h"
 
 #ifdef __cplusplus
@@ -63,6 +64,9 @@ void ss_shim_hide_low_gradients(ss_shim *shim, int hide);
 /* The first parameter whose shape, dtype or device is no longer what it was when attached, or -1. Those that live in buckets
    (`in_bucket`) and have been given other memory are brought back, with the values that they have there. */
 int32_t ss_shim_moved(ss_shim *shim, int in_bucket);
+
+/* The device (core/device.h) that torch calls `name` ("cuda:0"), with one reference. */
+ss_code ss_shim_device(const char *name, ss_device **device, ss_error *err);
 
 /* A new flat tensor over `n` elements at `data`, holding a reference to the region. */
 PyObject *ss_shim_flat(void *data, ss_dtype dtype, int64_t n, ss_region *region);

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardstep import _C, _dynamo
+from shardstep import _C, _device, _dynamo
 from shardstep._buffers import CHUNK, Buffers
 from shardstep._errors import MismatchError, UsageError
 from shardstep._flat_shard import Cut, memory_order
@@ -148,6 +148,7 @@ class Engine:
             self._timeout = seconds(timeout)
             self._check_options()
             self._collect(module, ignored_params)
+            self._find_device(transport)
             return self._describe() + plan.describe(self)
 
         self.group.agree(describe, "models, optimizers or settings")
@@ -160,7 +161,7 @@ class Engine:
             names=self.names,
             param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
             grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
-            transport=open_transport(transport, self.group, self._timeout),
+            transport=open_transport(transport, self.group, self._timeout, self.device),
             bucket_bytes=self._bucket_bytes,
             sharded=sharded,
             accumulate=accumulate,
@@ -209,6 +210,14 @@ class Engine:
         self.precision = Precision.of(self.settings["param_dtype"], self.settings["mp_policy"])
         if not all(isinstance(p, torch.Tensor) for p in self.settings["ignored_params"]):
             raise UsageError("ignored_params must be parameters of the model")
+
+    def _find_device(self, transport: str) -> None:
+        self.device = _device.device_of(self.params)
+        if transport == "nccl" and self.device is None:
+            raise UsageError(
+                "transport='nccl' moves tensors between GPUs, and this model is on the CPU; move the model to a GPU first, or use "
+                "transport='auto' ('shm' and 'c10d' are for the CPU)"
+            )
 
     def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor]") -> None:
         self.ignored = {id(p) for p in ignored}

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 
 from shardstep import _C
+from shardstep._device import Device, nccl_library, nccl_of_wheel
 from shardstep._errors import MismatchError, TransportError, UsageError
 
-TRANSPORTS = ("auto", "shm", "c10d")
+TRANSPORTS = ("auto", "shm", "c10d", "nccl")
 
 #: Gloo groups in a forked child, which has none of the threads that their end would wait for: they stay until it exits.
 FORKED: "list[dist.ProcessGroup]" = []
@@ -190,8 +191,18 @@ def _open_c10d(group: Group, timeout: float) -> Any:
     return _C.open_c10d(group.open_data(timeout), group.open_gloo("control", timeout), group.rank, group.world, timeout)
 
 
-def open_transport(kind: str, group: Group, timeout: float) -> Any:
-    """The transport ``kind`` as a capsule for ``_C.Engine``. Collective; every rank gets the same kind."""
+def _open_nccl(group: Group, timeout: float, device: Device) -> Any:
+    control = group.open_gloo("control", timeout) if group.world > 1 else None
+    return _C.open_nccl(
+        device.capsule, control, device.identity, nccl_library(), nccl_of_wheel(), group.rank, group.world, timeout
+    )
+
+
+def open_transport(kind: str, group: Group, timeout: float, device: "Device | None" = None) -> Any:
+    """The transport ``kind`` as a capsule for ``_C.Engine``; for tensors on ``device``, None being the CPU. Collective; every
+    rank gets the same kind."""
+    if kind == "nccl" and device is not None:
+        return _open_nccl(group, timeout, device)
     if kind == "c10d":
         return _open_c10d(group, timeout)
     found = _open_shm(group, timeout)

@@ -2,6 +2,7 @@
 // broadcast, and, like MPI, forbids that output and input overlap. Underneath it is Gloo.
 
 #include "shim/c10d.cpp"
+#include "shim/control.cpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
