@@ -284,7 +284,7 @@ def stuck_collective(rank, world):
             transport=open_transport("nccl", group, 1.5, _device.device_of([])), bucket_bytes=1 << 20, sharded=True,
             accumulate=1,
         )
-        engine.place(memoryview(bytes(4)).cast("i"), None)
+        engine.place(memoryview(bytes(4)).cast("i"), memoryview(bytes(4)).cast("i"), None)
         if rank == 1:
             time.sleep(4.0)
             return None
