@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impl", choices=["shardstep", "ddp", "fsdp2"], default="shardstep")
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks to start, when not under torchrun")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches per step and rank")
@@ -58,6 +58,13 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.impl != "shardstep" and (args.save_every or args.resume != "no"):
         parser.error("--save-every and --resume are for --impl shardstep")
+    if args.device == "cuda":
+        ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", args.nproc_per_node)), torch.cuda.device_count()
+        if gpus == 0:
+            built = "" if torch.version.cuda else ", built without CUDA,"
+            parser.error(f"--device cuda: torch {torch.__version__}{built} finds no GPU here; use --device cpu")
+        if ranks > gpus:
+            parser.error(f"--device cuda: {ranks} ranks need a GPU each, and there are {gpus}; use --nproc-per-node {gpus}")
     return args
 
 
