@@ -92,7 +92,7 @@ def scaled_scenario(model, attach, loss, kind):
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    assert not is_sharded(optimizer) or (optimizer.skipped_steps, optimizer.step_was_skipped) == (0, False)
+        assert not is_sharded(optimizer) or (optimizer.skipped_steps, optimizer.step_was_skipped) == (0, step in (3, 7))
     return scales
 
 

@@ -231,6 +231,9 @@ def sharded_body(rank, world):
         messages.append(str(caught.value))
     ddp = DDP(Net())
     optimizer = shardstep.ShardedOptimizer(torch.optim.SGD(ddp.parameters(), lr=0.1), ddp)
+    with pytest.raises(shardstep.UsageError) as caught:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(plain_mean))
+    messages.append(str(caught.value))
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     ddp(data(rank, 0)).sum().backward()
     optimizer.step()
@@ -239,7 +242,55 @@ def sharded_body(rank, world):
 
 def test_hooks_on_a_sharded_model_are_refused_by_name():
     for messages in ranks.run(2, sharded_body):
-        assert len(messages) == 2 and all("powerSGD_hook cannot run on a sharded model" in m for m in messages)
+        assert len(messages) == 3 and all("powerSGD_hook cannot run on a sharded model" in m for m in messages[:2])
+        assert "fp16_compress_wrapper_hook cannot run on a sharded model" in messages[2]
+
+
+COMPRESSED = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16 wrapper": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    "bf16 of fp16": default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook),
+}
+
+
+def steps(ddp, optimizer, rank):
+    for step in range(4):
+        ddp(data(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def compressed_body(rank, world, name, first):
+    """torch refuses BF16 without NCCL; there the hook's rounding is that of an FP32 average."""
+    hook = COMPRESSED[name]
+    theirs = TorchDDP(Net())
+    start = copy.deepcopy(theirs.module)
+    if "bf16" not in name:
+        theirs.register_comm_hook(None, hook)
+    expected = steps(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), rank)
+    averages = TorchDDP(copy.deepcopy(start))
+    exact = steps(averages, torch.optim.SGD(averages.parameters(), lr=0.1, momentum=0.9), rank)
+    ddp = DDP(copy.deepcopy(start))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    if first:
+        ddp.register_comm_hook(None, hook)
+    optimizer = shardstep.ShardedOptimizer(optimizer, ddp)
+    if not first:
+        ddp.register_comm_hook(None, hook)
+    got = steps(ddp, optimizer, rank)
+    for mine, compressed, average in zip(got, expected, exact):
+        torch.testing.assert_close(mine, compressed, rtol=0.0, atol=4 * torch.finfo(torch.float16).eps)
+        torch.testing.assert_close(mine, average, rtol=1e-5, atol=1e-6)
+    assert any(not torch.equal(a, b) for a, b in zip(got, start.parameters()))
+    assert ddp._get_ddp_logging_data()["comm_hook"] == hook.__qualname__
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["hook first", "sharded first"])
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressing_hooks_of_a_sharded_model_leave_the_fp32_average(name, first):
+    ranks.run(2, compressed_body, name, first)
 
 
 def raising_body(rank, world):

@@ -7,8 +7,11 @@ import pytest
 import ranks
 import shardstep
 import torch
+import torch.distributed.checkpoint as dcp
 from one_process import STEPS, assert_bits, assert_close, both, loss_of, network, train, weights, wrap
+from shardstep import checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 pytestmark = pytest.mark.timeout(60)
 WORLDS = [1, 2, 3, 4]
@@ -76,10 +79,10 @@ def test_several_optimizers_train_as_in_one_process(world, kind):
 
 
 def muon_body(rank, world, options, form="wrap"):
-    """Gradients are small integers, so that their sums and means are exact: then so is the update."""
+    """Gradients are small multiples of the number of ranks, so that their sums and means are exact: then so is the update."""
     def gradients(step, who):
         generator = torch.Generator().manual_seed(1000 * step + who)
-        return [torch.randint(-8, 9, p.shape, generator=generator).float() for p in plain.parameters()]
+        return [torch.randint(-8, 9, p.shape, generator=generator).float() * world for p in plain.parameters()]
 
     plain, model = network(), network()
     theirs = PAIRS["muon"](*split(plain))
@@ -100,18 +103,27 @@ def muon_body(rank, world, options, form="wrap"):
     return [(a - b).abs().max().item() for a, b in zip(weights(model), weights(plain))]
 
 
-@pytest.mark.parametrize("form", ["wrap", "ddp", "ddp, elementwise first"])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_muon_beside_adamw_is_torchs(world, form):
-    """B72. With 2 and 4 ranks the mean of small integers is exact."""
-    for differences in ranks.run(world, muon_body, {}, form):
+def assert_muon(results):
+    for differences in results:
         assert max(differences[::2]) == 0.0  # Muon's matrices, to the bit
         assert max(differences) < 1e-5
 
 
-def test_muon_over_a_process_group():
-    for differences in ranks.run(2, muon_body, {"transport": "c10d"}):
-        assert max(differences[::2]) == 0.0
+@pytest.mark.parametrize("form", ["wrap", "ddp", "ddp, elementwise first"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_muon_beside_adamw_is_torchs(world, form):
+    """B72."""
+    assert_muon(ranks.run(world, muon_body, {}, form))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_muon_beside_adamw_over_a_process_group(world):
+    assert_muon(ranks.run(world, muon_body, {"transport": "c10d"}))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_adafactor_beside_sgd_over_a_process_group(world):
+    ranks.run(world, both, pair_scenario, "adafactor", {"transport": "c10d"})
 
 
 def test_several_optimizers_after_accumulation():
@@ -186,35 +198,36 @@ def test_each_bucket_is_one_optimizers_and_travels_once():
 # -- state --------------------------------------------------------------------------------------------------------
 
 
+def steps_of(model, optimizers, which, rank, world):
+    for step in which:
+        loss_of(model, step, rank, world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def state_body(rank, world, kind, param_dtype):
     def start(seed):
         model = network(seed)
         return wrap(model, PAIRS[kind](*split(model)), whole=kind == "own", param_dtype=param_dtype)
 
-    def steps(model, optimizers, which):
-        for step in which:
-            loss_of(model, step, rank, world).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
     model, optimizers = start(1)
-    steps(model, optimizers, range(5))
+    steps_of(model, optimizers, range(5), rank, world)
     file = io.BytesIO()
     torch.save([model.state_dict(), *[o.state_dict() for o in optimizers]], file)
     keys = [{i: sorted(entry) for i, entry in o.state_dict()["state"].items()} for o in optimizers]
     shown = [[sorted(o.state[p]) for group in o.param_groups for p in group["params"]] for o in optimizers]
-    steps(model, optimizers, range(5, 9))
+    steps_of(model, optimizers, range(5, 9), rank, world)
     expected = weights(model)
 
     model, optimizers = start(2)
-    steps(model, optimizers, range(2))  # what was there before has no say
+    steps_of(model, optimizers, range(2), rank, world)  # what was there before has no say
     file.seek(0)
     saved = torch.load(file)
     model.load_state_dict(saved[0])
     for optimizer, state in zip(optimizers, saved[1:]):
         optimizer.load_state_dict(state)
-    steps(model, optimizers, range(5, 9))
+    steps_of(model, optimizers, range(5, 9), rank, world)
     assert_bits(weights(model), expected)
     return keys, shown
 
@@ -227,6 +240,58 @@ def test_resumed_run_has_the_bits_of_the_uninterrupted_one(world, kind, param_dt
     if kind != "own":  # whose state only its owner can know
         assert all(result == results[0] for result in results)
         assert all(results[0][0][0].values())
+
+
+def checkpoint_body(rank, world, folder, kind, by, loads):
+    model = network(2 if loads else 1)
+    model, optimizers = wrap(model, PAIRS[kind](*split(model)), whole=kind == "own")
+    if not loads:
+        steps_of(model, optimizers, range(4), rank, world)
+    if by == "dcp":
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers)))
+        if loads:
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            dcp.save(state, checkpoint_id=folder)
+    elif loads:
+        assert checkpoint.load(folder, model, optimizers).step == 4
+    else:
+        checkpoint.save(folder, model, optimizers, step=4)
+    steps_of(model, optimizers, range(4, 7), rank, world)
+    return weights(model)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    made = {}
+
+    def get(world, *case):
+        key = (world, *case)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            made[key] = folder, ranks.run(world, checkpoint_body, folder, *case, False)[0]
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize("by", ["shardstep", "dcp"])
+@pytest.mark.parametrize("kind", ["adafactor", "own"])
+@pytest.mark.parametrize("before,world", [(1, 3), (2, 2), (3, 1), (3, 2)])
+def test_checkpoint_goes_on_at_any_number_of_ranks(saved, before, world, kind, by):
+    if (kind, by) == ("own", "dcp"):
+        pytest.skip("torch's set_state_dict wants every rank to know what state there will be")
+    folder, expected = saved(before, kind, by)
+    for got in ranks.run(world, checkpoint_body, folder, kind, by, True):
+        (assert_bits if before == world else assert_close)(got, expected)
+
+
+@pytest.mark.parametrize("by", ["shardstep", "dcp"])
+def test_checkpoint_of_muon_goes_on_to_the_bit(saved, by):
+    folder, expected = saved(2, "muon", by)
+    for got in ranks.run(2, checkpoint_body, folder, "muon", by, True):
+        assert_bits(got, expected)
 
 
 def loads_plain_body(rank, world, kind):
@@ -332,21 +397,85 @@ def test_layer_unfrozen_later_is_placed_whole(world, add):
     ranks.run(world, both, unfrozen_scenario, add)
 
 
-def pace_scenario(model, attach, loss):
-    """B63 with two kinds of placement."""
-    model, (first, second) = attach(model, PAIRS["adafactor"](*split(model)))
+def pace_scenario(model, attach, loss, kind, order):
+    """B63 with two kinds of placement. Who is not stepped keeps its gradients, which add up."""
+    model, optimizers = attach(model, PAIRS[kind](*split(model)))
+    often, seldom = optimizers[::order]
     for step in range(STEPS):
         loss(model, step).backward()
-        first.step()
-        first.zero_grad()
+        before = [p.clone() for group in seldom.param_groups for p in group["params"]]
+        often.step()
+        often.zero_grad()
+        assert_bits([p for group in seldom.param_groups for p in group["params"]], before)
         if step % 2:
-            second.step()
-            second.zero_grad()
+            nn.utils.clip_grad_norm_([p for group in seldom.param_groups for p in group["params"]], 2.0)
+            seldom.step()
+            seldom.zero_grad()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("kind", ["adafactor", "adafactor_last"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_several_optimizers_step_at_their_own_pace(world):
-    ranks.run(world, both, pace_scenario)
+def test_several_optimizers_step_at_their_own_pace(world, kind, order):
+    ranks.run(world, both, pace_scenario, kind, order)
+
+
+def joins_later_scenario(model, attach, loss):
+    """An optimizer without one parameter in a bucket that another's members bring."""
+    first, layer = list(model[2].parameters()), list(model[0].parameters())
+    for p in layer:
+        p.requires_grad_(False)
+    model, optimizer = attach(model, torch.optim.AdamW(first, lr=1e-2))
+    second = torch.optim.SGD(layer, lr=0.02, momentum=0.9)
+    if is_sharded([optimizer]):
+        second = shardstep.ShardedOptimizer(second, model)
+    for step in range(STEPS):
+        if step == 3:
+            for p in layer:
+                p.requires_grad_(True)
+        loss(model, step).backward()
+        for o in (optimizer, second):
+            o.step()
+            o.zero_grad()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_that_join_later_are_nothing_to_another_optimizer(world):
+    ranks.run(world, both, joins_later_scenario)
+
+
+def scaled_scenario(model, attach, loss):
+    """One GradScaler and a schedule for each, torch's clip over both; which of them steps first changes. Step 3 overflows in
+    the part of one of them, which alone is skipped."""
+    matrices, rest = split(model)
+    model, optimizers = attach(model, PAIRS["adafactor"](matrices, rest))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, gamma) for o, gamma in zip(optimizers, (0.9, 0.8))]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    seen = []
+    for step in range(STEPS):
+        scaler.scale(loss(model, step) + (matrices[0].sum() * float("inf") if step == 3 else 0.0)).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if step != 3:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        for optimizer in optimizers[:: 1 if step % 2 else -1]:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if is_sharded(optimizers):
+            assert [optimizer.step_was_skipped for optimizer in optimizers] == [step == 3, False]
+        for schedule in schedules:
+            schedule.step()
+        seen.append((scaler.get_scale(), *(group["lr"] for o in optimizers for group in o.param_groups)))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("world", [2, 3])
+def test_grad_scaler_and_schedules_with_several_optimizers(world):
+    for got, expected in ranks.run(world, both, scaled_scenario):
+        assert got == expected and len({scale for scale, *_ in expected}) > 2
 
 
 # -- refusals and differences -------------------------------------------------------------------------------------

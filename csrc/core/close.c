@@ -305,7 +305,7 @@ static ss_code settle_abort(ss_engine *e, ss_error *err)
     return SS_OK;
 }
 
-ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err)
+ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, ss_close_need *need, ss_error *err)
 {
     SS_TRY(ss_check_usable(e, err));
     SS_TRY(ss_message_compose(e, request, err));
@@ -336,22 +336,20 @@ ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *plac
                           "dropped on all ranks and the next window can begin", aborter, e->rank, ss_close_point_name(request->at));
     }
     SS_TRY(ss_message_judge(e, err));
-    if (place_needed != NULL) {
+    if (need != NULL) {
         for (int32_t i = 0; i < e->layout.n_params; i++) {
             if (e->verdict[i] & VERDICT_WANTS) {
-                *place_needed = 1;
+                *need = SS_NEED_PLACE;
+                return SS_OK;
             }
-        }
-        if (*place_needed) {
-            return SS_OK;
         }
     }
     if (e->framework_averages && request->at == SS_AT_SYNC) {
         expose(e);
         return SS_OK;
     }
-    code = ss_message_agree_scales(e, err);
-    if (code == SS_ERR_MISMATCH) {
+    code = ss_message_agree_scales(e, need, err);
+    if (code == SS_ERR_MISMATCH || (need != NULL && *need != SS_NEED_NOTHING)) {
         return code;
     }
     SS_TRY_GOTO(code, code, failed);
@@ -381,22 +379,27 @@ failed:
 
 /* ---- public ---- */
 
-ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err)
+ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, ss_close_need *need, ss_error *err)
 {
     pthread_mutex_lock(&e->lock);
     double begin = ss_now();
     void *span = ss_span_begin(e, "shardstep::close", -1);
     ss_code code = SS_OK;
-    *place_needed = 0;
+    bool to_step = request->at == SS_AT_STEP;
+    *need = SS_NEED_NOTHING;
+    e->stepping &= to_step; /* still, when this continues a close that needed something first */
     if (request->at == SS_AT_ABORT && e->aborted_by_peer) {
         e->aborted_by_peer = false; /* that peer's abort has settled this window here as well */
     } else {
         e->aborted_by_peer = false;
         do {
-            code = ss_close_locked(e, request, place_needed, err);
-            e->stepping = request->at == SS_AT_STEP;
-        } while (code == SS_OK && request->at == SS_AT_STEP && !*place_needed && !e->all_at_step);
-        e->stepping = false;
+            code = ss_close_locked(e, request, need, err);
+            if (code != SS_OK || *need != SS_NEED_NOTHING) {
+                break;
+            }
+            e->stepping = to_step && !e->all_at_step;
+        } while (e->stepping);
+        e->stepping &= code == SS_OK;
     }
     ss_span_end(e, span);
     e->stats.exposed_seconds += ss_now() - begin;
@@ -428,3 +431,5 @@ int32_t ss_engine_wanted(ss_engine *e, int32_t *params)
     pthread_mutex_unlock(&e->lock);
     return n;
 }
+
+int ss_engine_edited_by(const ss_engine *e) { return e->edited_by; }

@@ -347,22 +347,41 @@ void ss_engine_scale(ss_engine *e, int32_t i, double factor)
     pthread_mutex_unlock(&e->lock);
 }
 
-void ss_engine_materialise(ss_engine *e, int32_t i)
+double ss_engine_materialise(ss_engine *e, int32_t i)
 {
+    double scale = 1.0;
     pthread_mutex_lock(&e->lock);
     if (e->params[i].state == SS_HELD) {
+        scale = e->params[i].scale;
         ss_piece_scale(e, i);
     }
     pthread_mutex_unlock(&e->lock);
+    return scale;
 }
 
-void ss_engine_edited(ss_engine *e, int32_t i)
+void ss_engine_set_scale(ss_engine *e, int32_t i, double scale)
+{
+    pthread_mutex_lock(&e->lock);
+    e->params[i].scale = scale;
+    pthread_mutex_unlock(&e->lock);
+}
+
+uint64_t ss_engine_edited(ss_engine *e, int32_t i)
 {
     pthread_mutex_lock(&e->lock);
     e->buckets[e->layout.placements[i].bucket].norms_ready = false;
     e->norms_valid = false;
-    e->edits++;
+    uint64_t edits = ++e->edits;
     pthread_mutex_unlock(&e->lock);
+    return edits;
+}
+
+uint64_t ss_engine_edits(ss_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    uint64_t edits = e->edits;
+    pthread_mutex_unlock(&e->lock);
+    return edits;
 }
 
 ss_code ss_engine_drop(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)

@@ -141,12 +141,19 @@ typedef struct {
     int32_t param;   /* for SS_WANT_FULL */
 } ss_close_request;
 
+typedef enum {
+    SS_NEED_NOTHING,
+    SS_NEED_PLACE, /* some rank has unfrozen parameters: place ss_engine_wanted() */
+    SS_NEED_EDITS  /* ranks that came into their step without a gradient are to edit theirs as ss_engine_edited_by() did */
+} ss_close_need;
+
 /*
- * One close. *place_needed becomes 1 when some rank has unfrozen parameters: nothing was settled then; place
- * ss_engine_wanted() and close again. For SS_AT_STEP it returns when every rank is in its step.
+ * One close. When *need is not SS_NEED_NOTHING, nothing was settled: do on every rank what is needed and close again. For
+ * SS_AT_STEP it returns when every rank is in its step.
  */
-ss_code ss_engine_close(ss_engine *engine, const ss_close_request *request, int *place_needed, ss_error *err);
+ss_code ss_engine_close(ss_engine *engine, const ss_close_request *request, ss_close_need *need, ss_error *err);
 int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n_params entries */
+int ss_engine_edited_by(const ss_engine *engine);             /* a rank */
 
 /* The norm of a parameter's gradient, NaN-propagating, 0 where there is none. Returns 0 when it is not known: close and
    want it first. */
@@ -170,8 +177,10 @@ typedef enum {
 } ss_gradient_state;
 ss_gradient_state ss_engine_gradient(ss_engine *engine, int32_t param);
 void ss_engine_scale(ss_engine *engine, int32_t param, double factor);  /* .grad *= factor, pending */
-void ss_engine_materialise(ss_engine *engine, int32_t param);           /* folds the pending scale into the piece */
-void ss_engine_edited(ss_engine *engine, int32_t param);                /* the piece was written; norms are stale */
+double ss_engine_materialise(ss_engine *engine, int32_t param);         /* folds the pending scale, returned, into the piece */
+void ss_engine_set_scale(ss_engine *engine, int32_t param, double scale); /* in place of the pending one */
+uint64_t ss_engine_edited(ss_engine *engine, int32_t param); /* the piece was written; norms are stale. Returns ss_engine_edits */
+uint64_t ss_engine_edits(ss_engine *engine);                 /* how often since gradients were reduced */
 ss_code ss_engine_zero(ss_engine *engine, int32_t param, ss_error *err);/* .grad.zero_(): present, with value zero */
 int ss_engine_local(ss_engine *engine, int32_t param);                  /* the slot holds this rank's whole local gradient */
 

@@ -94,6 +94,8 @@ struct ss_engine {
     bool norms_asked;        /* this window did */
     bool all_at_step;        /* in the last close every rank was in its step */
     bool stepping;           /* this rank is, and waits for the others */
+    bool came_empty;         /* it came into its step without any gradient */
+    int edited_by;           /* whose edits SS_NEED_EDITS asks for */
     uint64_t edits;          /* in-place edits of held gradients, as counted on this rank */
     bool unsettled;          /* a backward ran here since the last close: other ranks may have added to any gradient */
     bool norms_valid;
@@ -157,7 +159,7 @@ bool ss_window_has_local(const ss_engine *e, int32_t bucket);
 ss_code ss_window_drop(ss_engine *e, int32_t param, ss_error *err);
 
 /* close.c (the lock is held) */
-ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, int *place_needed, ss_error *err);
+ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, ss_close_need *need, ss_error *err);
 
 /* pieces.c: element work on my piece of one parameter */
 void ss_piece_scale(ss_engine *e, int32_t param);

@@ -41,6 +41,7 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
                   .n_buckets = e->layout.n_buckets,
                   .sharded = e->sharded,
                   .stepping = e->stepping};
+    bool any = false;
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
         int32_t b = e->layout.placements[i].bucket;
@@ -51,6 +52,7 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
         if (request->at != SS_AT_ABORT) {
             SS_TRY(ss_window_reconcile(e, i, true, err));
         }
+        any |= p->state != SS_NONE;
         bool local = p->state == SS_LOCAL || p->state == SS_BESIDE;
         params[i] = (uint8_t)((p->state != SS_NONE && p->state != SS_PHANTOM ? PARAM_PRESENT : 0) |
                               (p->sent ? PARAM_SENT : 0) | (p->stale ? PARAM_STALE : 0) | (p->kept ? PARAM_KEPT : 0));
@@ -63,6 +65,10 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
             buckets[b] |= e->buckets[b].phase == SS_OPEN ? BUCKET_LAUNCHED | BUCKET_LATE : BUCKET_LAUNCHED;
         }
     }
+    if (!e->stepping) {
+        e->came_empty = !any;
+    }
+    h->idle = e->stepping && e->came_empty;
     h->scales = hash_scales(e); /* after reconciling, which may set scales */
     h->edits = any_kept(e) ? e->edits : 0; /* those of gradients dropped since do not matter */
     return SS_OK;
@@ -106,14 +112,33 @@ bool ss_message_discards(const ss_engine *e, int32_t b)
     return false;
 }
 
+/* Have all ranks that could see this reduced gradient dropped it, and idle ones could not? Then these drop it, too. */
+static bool idle_follow(const ss_engine *e, int32_t i)
+{
+    bool idle_kept = false, dropped = false;
+    for (int k = 0; k < e->world; k++) {
+        bool kept = ss_params_of(e, k)[i] & PARAM_KEPT;
+        if (!ss_header_of(e, k)->idle && kept) {
+            return false;
+        }
+        idle_kept |= kept;
+        dropped |= !ss_header_of(e, k)->idle;
+    }
+    return idle_kept && dropped;
+}
+
 /* What the ranks say together about each parameter, and which buckets need a round two. */
 ss_code ss_message_judge(ss_engine *e, ss_error *err)
 {
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         int kept = -1, dropped = -1, sent = -1, stale = -1;
+        bool follow = idle_follow(e, i);
         uint8_t all = 0;
         for (int k = 0; k < e->world; k++) {
             uint8_t bits = ss_params_of(e, k)[i];
+            if (follow && ss_header_of(e, k)->idle) {
+                continue;
+            }
             all |= bits;
             if (bits & PARAM_KEPT) {
                 kept = k;
@@ -138,6 +163,10 @@ ss_code ss_message_judge(ss_engine *e, ss_error *err)
                               "sent, rank %d did not; do it on all ranks or on none, or call abort_window() on all ranks",
                               stale, e->params[i].name, sent);
         }
+        if (follow && ss_header_of(e, e->rank)->idle) {
+            e->framework.unbind(e->framework.ctx, i);
+            SS_TRY(ss_window_drop(e, i, err));
+        }
         e->verdict[i] = (uint8_t)((all & PARAM_PRESENT ? VERDICT_PRESENT : 0) | (stale >= 0 ? VERDICT_DISCARD : 0) |
                                   (all & PARAM_WANTS ? VERDICT_WANTS : 0) | (kept >= 0 ? VERDICT_KEPT : 0));
     }
@@ -150,9 +179,10 @@ ss_code ss_message_judge(ss_engine *e, ss_error *err)
 
 /*
  * Held gradients must be scaled alike. A rank that went into its step before the gradient was reduced (it had no part in
- * this window, so its clip saw nothing) takes the scales of those that read it; readers must agree among themselves.
+ * this window, so its clip saw nothing) takes the scales of those that read it; readers must agree among themselves. Edits
+ * of other kinds are repeated, but only by a rank that had no gradient at all.
  */
-ss_code ss_message_agree_scales(ss_engine *e, ss_error *err)
+ss_code ss_message_agree_scales(ss_engine *e, ss_close_need *need, ss_error *err)
 {
     int reader = -1, other = -1;
     for (int k = 0; k < e->world; k++) {
@@ -167,13 +197,22 @@ ss_code ss_message_agree_scales(ss_engine *e, ss_error *err)
         return SS_OK;
     }
     reader = reader < 0 ? 0 : reader;
+    bool idle_lack = false;
     for (int k = 0; k < e->world; k++) {
-        if (ss_header_of(e, k)->edits != ss_header_of(e, reader)->edits) {
+        const ss_close_header *h = ss_header_of(e, k), *theirs = ss_header_of(e, reader);
+        if (h->idle && h->edits < theirs->edits) {
+            idle_lack = true;
+        } else if (h->edits != theirs->edits) {
             return ss_fail_at(err, SS_ERR_MISMATCH, k, -1,
                               "rank %d changed reduced gradients in place %llu times (clamp_, add_, ...), rank %d %llu times; "
-                              "edit them on all ranks alike", reader, (unsigned long long)ss_header_of(e, reader)->edits, k,
-                              (unsigned long long)ss_header_of(e, k)->edits);
+                              "edit them on all ranks alike", reader, (unsigned long long)theirs->edits, k,
+                              (unsigned long long)h->edits);
         }
+    }
+    if (idle_lack && need != NULL) {
+        e->edited_by = reader;
+        *need = SS_NEED_EDITS;
+        return SS_OK;
     }
     int32_t n = e->layout.n_params;
     double *mine = e->partials, *all = e->partials + n;

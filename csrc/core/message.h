@@ -13,7 +13,7 @@ typedef struct {
     int32_t at, want, param;
     int32_t n_params, n_buckets, sharded;
     int32_t stepping; /* this rank is in its step already and only waits for others */
-    int32_t unused; /* keeps the size a multiple of eight without hidden padding */
+    int32_t idle;     /* and came there without any gradient: it follows what the others do to theirs */
 } ss_close_header;
 
 enum { BUCKET_LAUNCHED = 1, BUCKET_CONTENT = 2, BUCKET_LATE = 4 };
@@ -48,8 +48,9 @@ ss_code ss_message_verify(const ss_engine *e, ss_error *err);
 ss_code ss_message_judge(ss_engine *e, ss_error *err);
 /* Does round one carry gradient that has been dropped since? Then what came later must not be mixed with it. */
 bool ss_message_discards(const ss_engine *e, int32_t bucket);
-/* Makes pending scales of held gradients equal on all ranks, or raises. May communicate. */
-ss_code ss_message_agree_scales(ss_engine *e, ss_error *err);
+/* Makes pending scales of held gradients equal on all ranks, or raises; or only says that idle ranks need others' edits first.
+   May communicate. */
+ss_code ss_message_agree_scales(ss_engine *e, ss_close_need *need, ss_error *err);
 
 const char *ss_close_point_name(int at);
 

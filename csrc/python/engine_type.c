@@ -384,12 +384,13 @@ static PyObject *engine_averaged(EngineObject *self, PyObject *unused)
 }
 
 PyDoc_STRVAR(close_doc,
-             "close(at, want=0, order=2.0, param=-1) -> None or list of parameters to place\n\n"
-             "Communicates. Closes the round; when a list comes back, place those and close again.");
+             "close(at, want=0, order=2.0, param=-1) -> None, list of parameters to place, or rank\n\n"
+             "Communicates. Closes the round. When a list comes back, place those, and when a rank comes back, repeat the edits that\n"
+             "it made of reduced gradients and that this rank lacks; then close again.");
 
 static PyObject *engine_close(EngineObject *self, PyObject *args)
 {
-    int at, want = SS_WANT_NOTHING, param = -1, place_needed = 0;
+    int at, want = SS_WANT_NOTHING, param = -1;
     double order = 2.0;
     if (!PyArg_ParseTuple(args, "i|idi", &at, &want, &order, &param) || check_open(self) < 0) {
         return NULL;
@@ -399,11 +400,15 @@ static PyObject *engine_close(EngineObject *self, PyObject *args)
         return NULL;
     }
     ss_close_request request = {(ss_close_point)at, (ss_want)want, order, param};
+    ss_close_need need;
     ss_error err = {0};
     ss_code code;
-    WITHOUT_GIL(code, ss_engine_close(self->engine, &request, &place_needed, &err));
-    if (code != SS_OK || !place_needed) {
+    WITHOUT_GIL(code, ss_engine_close(self->engine, &request, &need, &err));
+    if (code != SS_OK || need == SS_NEED_NOTHING) {
         return none_or_raise(code, &err);
+    }
+    if (need == SS_NEED_EDITS) {
+        return PyLong_FromLong(ss_engine_edited_by(self->engine));
     }
     int32_t *wanted = calloc((size_t)self->n_params + 1, sizeof *wanted);
     if (wanted == NULL) {
@@ -515,9 +520,22 @@ static PyObject *engine_materialise(EngineObject *self, PyObject *index)
     if (parse_param(self, index, &i) < 0) {
         return NULL;
     }
+    double scale;
     Py_BEGIN_ALLOW_THREADS
-    ss_engine_materialise(self->engine, i);
+    scale = ss_engine_materialise(self->engine, i);
     Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(scale);
+}
+
+static PyObject *engine_set_scale(EngineObject *self, PyObject *args)
+{
+    PyObject *index;
+    double scale;
+    int32_t i;
+    if (!PyArg_ParseTuple(args, "Od", &index, &scale) || parse_param(self, index, &i) < 0) {
+        return NULL;
+    }
+    ss_engine_set_scale(self->engine, i, scale);
     Py_RETURN_NONE;
 }
 
@@ -527,10 +545,17 @@ static PyObject *engine_edited(EngineObject *self, PyObject *index)
     if (parse_param(self, index, &i) < 0) {
         return NULL;
     }
+    uint64_t edits;
     Py_BEGIN_ALLOW_THREADS
-    ss_engine_edited(self->engine, i);
+    edits = ss_engine_edited(self->engine, i);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(edits);
+}
+
+static PyObject *engine_edits(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    return check_open(self) < 0 ? NULL : PyLong_FromUnsignedLongLong(ss_engine_edits(self->engine));
 }
 
 static PyObject *engine_zero(EngineObject *self, PyObject *index)
@@ -766,8 +791,10 @@ static PyMethodDef methods[] = {
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
     {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},
-    {"materialise", (PyCFunction)engine_materialise, METH_O, NULL},
-    {"edited", (PyCFunction)engine_edited, METH_O, NULL},
+    {"materialise", (PyCFunction)engine_materialise, METH_O, "materialise(i) -> the pending scale, now in the piece."},
+    {"set_scale", (PyCFunction)engine_set_scale, METH_VARARGS, NULL},
+    {"edited", (PyCFunction)engine_edited, METH_O, "edited(i) -> edits(). The piece was written."},
+    {"edits", (PyCFunction)engine_edits, METH_NOARGS, "How often pieces were written since gradients were reduced."},
     {"zero", (PyCFunction)engine_zero, METH_O, NULL},
     {"drop", (PyCFunction)engine_drop, METH_VARARGS, NULL},
     {"adopt", (PyCFunction)engine_adopt, METH_VARARGS, NULL},

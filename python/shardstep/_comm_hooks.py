@@ -17,6 +17,12 @@ from shardstep._engine import AT_SYNC, Engine
 from shardstep._errors import UsageError
 
 BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+#: torch's hooks that average, sent as it is or in low precision; and those that make a hook send in low precision.
+AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+COMPRESSING = tuple(
+    f"{wrapper.__name__}.<locals>.{wrapper.__name__}_hook"
+    for wrapper in (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)
+)
 
 
 class GradBucket:
@@ -108,12 +114,18 @@ def check(hook: Any) -> None:
 
 
 def refuse_sharded(hook: Any) -> None:
-    """A sharded model's gradients are never whole on a rank, so that there is nothing to hand to a hook."""
-    if hook is default_hooks.allreduce_hook:  # what happens anyway
+    """A sharded model's gradients are never whole on a rank, so that there is nothing to hand to a hook. torch's own that
+    average have nothing to do: averages in FP32 are what happens anyway, whatever precision they would have sent (as with
+    FSDP2's ``reduce_dtype``)."""
+    inner = hook
+    while getattr(inner, "__module__", None) == default_hooks.__name__ and inner.__qualname__ in COMPRESSING:
+        inner = inspect.getclosurevars(inner).nonlocals["hook"]
+    if inner in AVERAGING:
         return
     raise UsageError(
         f"communication hook {name_of(hook)} cannot run on a sharded model: gradients are reduce-scattered and no rank has "
-        "whole buckets to hand to it. Leave the optimizer unsharded to use a hook"
+        "whole buckets to hand to it. torch's allreduce_hook, fp16_compress_hook and bf16_compress_hook are taken (averages "
+        "stay FP32); leave the optimizer unsharded to use another one"
     )
 
 

@@ -273,7 +273,10 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     def register_comm_hook(self, state: object, hook: "Callable[..., Any]") -> None:
         """As torch DDP's: ``hook(state, bucket)`` makes the averages, once per bucket and window, and returns a future.
 
-        Local, but to be done alike on all ranks. Sharded models refuse all but torch's ``allreduce_hook``."""
+        Local, but to be done alike on all ranks. Sharded models run no hook: they take torch's ``allreduce_hook``,
+        ``fp16_compress_hook`` and ``bf16_compress_hook`` (also their ``_wrapper`` forms of one of these), which ask for the
+        average that is made anyway; it is made in FP32, more exact than what they send, and as many bytes travel. Others are
+        refused by name."""
         _comm_hooks.check(hook)
         engine = self._engine
         if engine.sharded:
@@ -308,6 +311,8 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         if engine.buffers.follow:
             engine.buffers.broadcast()
         self._attach(engine)
+        for hook, _ in self._comm_hooks:
+            self.logger._set_comm_hook_name(_comm_hooks.name_of(hook))
         return engine
 
     # -- what torch's class can do and this one cannot ----------------------------------------------------------------

@@ -6,6 +6,7 @@ The work is done in C (``_C.Engine``); this file puts parameters in, hands guard
 import array
 import contextlib
 import gc
+import operator
 import os
 import sys
 import weakref
@@ -19,9 +20,10 @@ from torch import nn
 
 from shardstep import _C, _device, _dynamo
 from shardstep._buffers import CHUNK, Buffers
+from shardstep._edits import Edits, refuse_unknown
 from shardstep._errors import MismatchError, UsageError
 from shardstep._flat_shard import Cut, memory_order
-from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient
+from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient, piece_grad
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._plan import Plan, kinds_of
 from shardstep._precision import LOW, Precision, tensors_in
@@ -126,6 +128,7 @@ class Engine:
         self.closed = True
         self.pid = os.getpid()
         self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
+        self.edits = Edits()
         self.masters_loaded = False  # by an optimizer's load_state_dict, since the last step
         self.sharded = sharded
         self.debug = debug
@@ -259,7 +262,7 @@ class Engine:
         """Notes every place where a module holds one of our parameters, and every submodule on the way there, to notice
         replacements and additions cheaply. Raises when one of them is gone, or when there is another."""
         module = self._module()
-        places: list[tuple[dict, str, Any]] = []
+        places: list[tuple[dict, str, Any]] = []  # a dict of a module's, a key, and what must be there
         holders: list[dict] = []
         found: set[int] = set()
 
@@ -287,7 +290,7 @@ class Engine:
                     f"parameter {name!r} was added after wrapping, so its gradients are not synchronised; add it before "
                     "wrapping, or unwrap(), change the model and wrap it again"
                 )
-        self._registrations = places
+        self._registrations = tuple(zip(*places)) or ((), (), ())
         self._holders, self._held = holders, sum(map(len, holders))
 
     def _describe(self) -> "list[tuple[str, Any]]":
@@ -358,9 +361,7 @@ class Engine:
     def check(self) -> None:
         """Raises when a parameter was replaced, added or cast since the wrap. One whose ``.data`` was set to another tensor of
         its dtype and shape is brought back into its bucket with the new values."""
-        if self._held != sum(map(len, self._holders)) or any(
-            owner.get(key) is not member for owner, key, member in self._registrations
-        ):
+        if self._held != sum(map(len, self._holders)) or not self._all_registered():
             self._register()
         i = self.core.moved(self.sharded)
         if i >= 0:
@@ -369,6 +370,10 @@ class Engine:
                 f"parameter {self.names[i]!r} was cast or moved after wrapping (it is {parameter.dtype} on "
                 f"{parameter.device} now) and has left its bucket; cast and move the model before wrapping it"
             )
+
+    def _all_registered(self) -> bool:
+        owners, keys, members = self._registrations
+        return all(map(operator.is_, map(dict.get, owners, keys), members))
 
     def check_apply(self, function: Any) -> None:
         """Raises when ``module._apply(function)``, as ``.to()`` and ``.double()`` call it, would cast or move parameters."""
@@ -439,7 +444,7 @@ class Engine:
 
     def _called_functionally(self) -> bool:
         """Has ``torch.func.functional_call`` put tensors in the place of parameters, for this forward only?"""
-        if all(owner.get(key) is member for owner, key, member in self._registrations):
+        if self._all_registered():
             return False
         frame = sys._getframe()
         while frame is not None and frame.f_code is not FUNCTIONAL_CALL:
@@ -482,16 +487,30 @@ class Engine:
     def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> "torch.Tensor | None":
         """Closes the round. Communicates; see ``csrc/core/close.c``. With ``WANT_FULL`` the gradient of ``param``."""
         while True:
-            wanted = self.core.close(at, want, order, param)
-            if wanted is None:
+            needed = self.core.close(at, want, order, param)
+            if needed is None:
                 break
-            self._place(wanted, self.users())
+            if isinstance(needed, int):
+                self._repeat_edits(needed)
+                continue
+            self._place(needed, self.users())
             for optimizer in self.optimizers():
-                optimizer.take_placed(wanted)
+                optimizer.take_placed(needed)
         full = self.core.grad(param).clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None
         if self.debug and self.sharded:
             self._poison()
         return full
+
+    def _repeat_edits(self, rank: int) -> None:
+        """A rank that came into its step without any gradient does to its pieces what rank ``rank`` did. Collective."""
+        logs = self.group.gather(self.edits.first(self.core.edits()))
+        refuse_unknown(logs[rank], rank)
+        for edit in logs[rank][self.core.edits() :]:
+            i, scale, method, args, kwargs = edit
+            self.core.set_scale(i, scale)
+            self.core.materialise(i)
+            getattr(torch.Tensor, method)(piece_grad(self, i), *args, **kwargs)
+            self.edits.note(self.core.edited(i), edit)
 
     def _poison(self) -> None:
         """What other ranks own is not this rank's to read: with debug=True it is NaN."""

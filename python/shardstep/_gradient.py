@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardstep._edits import edit_of
 from shardstep._errors import UsageError
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _inverse(value: float) -> float:
     return 1.0 / value if value != 0.0 else float("nan") if value != value else float("inf")
 
 
-def _piece(engine: "Engine", index: int) -> torch.Tensor:
+def piece_grad(engine: "Engine", index: int) -> torch.Tensor:
     piece = engine.slots[index]["piece_grad"]
     return torch.view_as_complex(piece.view(-1, 2)) if engine.params[index].is_complex() else piece
 
@@ -269,9 +270,9 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
         return guard if _on_local(func, args, kwargs) is not NotImplemented else NotImplemented
     if state != HELD:
         return guard
-    piece = _piece(engine, guard._index)
+    piece = piece_grad(engine, guard._index)
     begin = engine.slots[guard._index]["begin"] // (2 if piece.is_complex() else 1)
-    engine.core.materialise(guard._index)
+    scale = engine.core.materialise(guard._index)
 
     def cut(value: Any) -> Any:
         if isinstance(value, ShardedGradient):
@@ -288,7 +289,7 @@ def _elementwise(func: Callable, args: tuple, kwargs: dict) -> Any:
     rest = [cut(a) for a in args[1:]]
     if func(piece, *rest, **{key: cut(value) for key, value in kwargs.items()}) is NotImplemented:
         return NotImplemented
-    engine.core.edited(guard._index)
+    engine.edits.note(engine.core.edited(guard._index), edit_of(guard._index, scale, func, args[1:], kwargs))
     return guard
 
 
@@ -316,7 +317,7 @@ def _foreach(one: Callable) -> Callable:
 
 
 def _unscale(func: Callable, args: tuple, kwargs: dict) -> None:
-    """GradScaler's check-and-unscale: ranks agree on ``found_inf``."""
+    """GradScaler's check-and-unscale: ranks agree on ``found_inf``. An optimizer with such a gradient will not be stepped."""
     tensors, found_inf, inverse_scale = args
     plain = [t for t in tensors if not isinstance(t, ShardedGradient)]
     guards = [(t, _engine_of(t)) for t in tensors if isinstance(t, ShardedGradient)]
@@ -326,6 +327,8 @@ def _unscale(func: Callable, args: tuple, kwargs: dict) -> None:
         norm = engine.norm(guard._index, 2.0)
         if not (norm - norm == 0.0):
             found_inf.fill_(1.0)
+            for optimizer in engine.optimizers():
+                optimizer.step_was_skipped |= guard._index in optimizer.placed()
     factor = float(inverse_scale)
     for guard, engine in guards:
         if engine.settled(guard._index) == HELD:

@@ -32,7 +32,8 @@ class ShardedOptimizer(Optimizer):
         elementwise: say that an optimizer class of your own updates each element from that element's own values alone.
         whole: say that one of your own needs each parameter whole (the rows of a matrix, its singular values), but no other
             parameter. Such parameters, like those of ``torch.optim.Muon`` and ``Adafactor``, are not cut over the ranks but
-            divided among them, balanced by size.
+            divided among them, balanced by size. What state your own makes only a parameter's owner knows: save and load it
+            with :mod:`shardstep.checkpoint`, as torch's ``set_state_dict`` wants it on every rank.
         clip_grad_norm: before each update, clip the gradients of this optimizer's parameters to this global L2 norm, as
             ``torch.nn.utils.clip_grad_norm_`` of these parameters would, without a pass over them.
         skip_nonfinite: a step in which that norm is NaN or infinite changes nothing: no weight, no state, no count of steps.
@@ -40,8 +41,9 @@ class ShardedOptimizer(Optimizer):
     The construction is collective. ``param_groups`` hold the model's own parameters and ``state`` is keyed by them; state
     tensors are this rank's flat pieces (of a whole parameter all or nothing, in the parameter's shape). An optimizer may be
     for some of the parameters only: the others are reduced, and left alone by its step. After a step ``grad_norm`` is the norm
-    before clipping (None unless one of the two options asks for it), ``step_was_skipped`` says whether ``skip_nonfinite``
-    skipped that step, alike on all ranks, and ``skipped_steps`` how many it has skipped so far.
+    before clipping (None unless one of the two options asks for it), ``step_was_skipped`` says whether the step was skipped,
+    alike on all ranks: by ``skip_nonfinite``, or by a ``GradScaler``, which does not call ``step()`` then (it is True as soon
+    as the scaler has found an infinity). ``skipped_steps`` counts those that ``skip_nonfinite`` has skipped so far.
 
     Raises:
         UsageError: for optimizers that need all parameters at once, and options that cannot be used.
@@ -121,16 +123,23 @@ class ShardedOptimizer(Optimizer):
                 self._rule.add(i, index, self.entries.take(self.engine.params[i]))
 
     def add_param_group(self, param_group: "dict[str, Any]") -> None:
+        """As torch's. Alike on all ranks; local, unless a parameter is new to the layout: then the next step communicates."""
         super().add_param_group(param_group)
         self._members = None
-        if self._rule is not None:
-            check_group(self.wrapped, self.param_groups[-1])
-            index = len(self.param_groups) - 1
-            if self.param_groups is not self.wrapped.param_groups:
-                self.wrapped.param_groups.append(self.param_groups[-1])
-            for parameter in self.param_groups[-1]["params"]:
+        if self._rule is None:  # torch's constructor: the members are taken later
+            return
+        index, group = len(self.param_groups) - 1, self.param_groups[-1]
+        try:
+            check_group(self.wrapped, group)
+            for parameter in group["params"]:
                 self._take(parameter, index, {})
-            self._groups.append(list(self.param_groups[-1]["params"]))
+        except UsageError:  # as if it had not been called
+            del self.param_groups[index]
+            self._groups = []  # those taken by now are looked at again
+            raise
+        if self.param_groups is not self.wrapped.param_groups:
+            self.wrapped.param_groups.append(group)
+        self._groups.append(list(group["params"]))
 
     def _follow_groups(self) -> None:
         """Members that the user has taken out of a group, put into one or moved, since the last look."""
@@ -153,14 +162,19 @@ class ShardedOptimizer(Optimizer):
             given, self.state = self.state, self.entries
             self.entries.clear()
             self.entries.update(given)
-        for parameter in self.entries.edits():
-            i = self.engine.index.get(id(parameter))
-            if i is not None and i in self.placed():
-                entry = self.entries.take(parameter)
-                if entry:
-                    self._rule.load(i, entry)
-                else:
-                    self._rule.reset(i, next(k for k, group in enumerate(self._groups) if any(p is parameter for p in group)))
+        edited = self.entries.edits()
+        if not edited:
+            return
+        groups = {id(p): number for number, members in enumerate(self._groups) for p in members}
+        for parameter in edited:
+            i, group = self.engine.index.get(id(parameter)), groups.get(id(parameter))
+            if i is None or group is None or not self.engine.placed(i):
+                continue
+            entry = self.entries.take(parameter)
+            if entry:
+                self._rule.load(i, entry)
+            else:
+                self._rule.reset(i, group)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +198,8 @@ class ShardedOptimizer(Optimizer):
             raise UsageError("the model was unwrapped; this optimizer no longer has anything to step")
         engine.check()
         self._follow_groups()
+        for group in self.param_groups:
+            check_group(self.wrapped, group)
         self._follow_state()
         wants_norm = self._skip_nonfinite or self._max_norm is not None
         engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING)
@@ -197,7 +213,11 @@ class ShardedOptimizer(Optimizer):
 
     def _clip(self) -> bool:
         """Notes the norm and clips. False when the step is to be skipped."""
-        placed = indices(i for optimizer in self._clipped_together for i in optimizer._split()[0])
+        placed = indices([])
+        for optimizer in self._clipped_together:
+            if optimizer is not self:
+                optimizer._follow_groups()
+            placed.extend(optimizer.placed())
         limit = float("inf") if self._max_norm is None else self._max_norm
         norm = self.grad_norm = self.engine.core.clip(placed, limit, self._skip_nonfinite)
         if math.isfinite(norm) or not self._skip_nonfinite:
@@ -216,7 +236,6 @@ class ShardedOptimizer(Optimizer):
 
     def _split(self) -> "tuple[array.array, list[torch.Tensor]]":
         """Our parameters that are in the layout, by index, and the others."""
-        self._follow_groups()
         if self._members is None:
             everyone = [p for group in self.param_groups for p in group["params"]]
             placed = [i for p in everyone if (i := self.engine.index.get(id(p))) is not None and self.engine.placed(i)]
@@ -234,6 +253,7 @@ class ShardedOptimizer(Optimizer):
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
+        self._follow_groups()
         owned, others = self._split()
         self.engine.core.drop(owned)
         for parameter in others:

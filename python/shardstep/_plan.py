@@ -61,7 +61,11 @@ class Plan:
             items.append((name, f"{len(optimizer.param_groups)} param groups"))
             for number, group in enumerate(optimizer.param_groups):
                 check_group(optimizer, group)
-                options = {key: option for key, value in group.items() if (option := _comparable(value)) is not None}
+                options = {
+                    key: option
+                    for key, value in group.items()
+                    if key != "params" and (option := _comparable(value)) is not None
+                }
                 items.append((f"options of param group {number} of {name}", str(options)))
                 items.append((f"parameters of param group {number} of {name}", self._members(engine, optimizer, number)))
         return items
@@ -111,11 +115,19 @@ def _comparable(value: Any) -> Any:
     return None
 
 
+REFUSED_FLAGS = {
+    "differentiable": "no graph goes through a sharded update",
+    "capturable": "a sharded step waits for other ranks and cannot be recorded",
+}
+
+
 def check_group(optimizer: Optimizer, group: "dict[str, Any]") -> None:
-    for flag in ("differentiable", "capturable"):
+    """``foreach`` and ``fused`` say how torch is to compute the same; other flags would change what a step is."""
+    for flag, reason in REFUSED_FLAGS.items():
         if group.get(flag):
-            name = type(optimizer).__name__
-            raise UsageError(f"{name}({flag}=True) is not supported by a sharded update; leave {flag} False")
+            raise UsageError(
+                f"{type(optimizer).__name__}({flag}=True) is not supported: {reason}; leave {flag} False in every param group"
+            )
 
 
 def check_foreign(engine: "Engine", parameter: torch.Tensor, group: int) -> None:
@@ -143,10 +155,11 @@ def check_whole(engine: "Engine", optimizer: Optimizer, i: int) -> None:
 
 def kinds_of(parameters: "Iterable[torch.Tensor]", users: "list[tuple[Optimizer, bool]]") -> array.array:
     """Which parameters may share a bucket, for ``_C.Engine.place``: those of one optimizer. Each step then sends and gathers
-    its own buckets only."""
+    its own buckets only. Those of none may be added to one later: they are whole if any optimizer would need that."""
     kinds: dict[int, int] = {}
+    unclaimed = WHOLE_KIND if any(whole for _, whole in users) else 0
     for number, (optimizer, whole) in enumerate(users, start=1):
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             kind = kinds.get(id(parameter), 2 * number)
             kinds[id(parameter)] = kind | WHOLE_KIND if whole else kind
-    return array.array("i", [kinds.get(id(parameter), 0) for parameter in parameters])
+    return array.array("i", [kinds.get(id(parameter), unclaimed) for parameter in parameters])

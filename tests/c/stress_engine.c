@@ -220,10 +220,10 @@ static void run_backwards(framework *f, const job *j, int window, int part)
 static void close_at(framework *f, ss_close_point at, ss_want want, int param)
 {
     ss_error err = {0};
-    int place = 0;
+    ss_close_need need;
     ss_close_request request = {at, want, 2.0, param};
-    MUST(ss_engine_close(f->engine, &request, &place, &err));
-    CHECK(!place);
+    MUST(ss_engine_close(f->engine, &request, &need, &err));
+    CHECK(need == SS_NEED_NOTHING);
 }
 
 static void check_gradients(framework *f, const model *m)
