@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from c_programs import compiler
 
 pytestmark = [
@@ -22,6 +23,7 @@ RUNS = {
     "memory": f"compare {TINY} --accumulate 4 --peers shardstep --measure memory",
     "transport": "transport --world 2 --sizes 64e3 --rounds 1 --repetitions 2 --peers gloo",
     "update": "update --world 1 --elements 4096 --model tiny --parameters 100 --rounds 1 --repetitions 2",
+    "gpu": "gpu --device cpu --elements 4096 --models tiny --accumulate 2 --peers shardstep fsdp2 --rounds 1 --repetitions 2",
     "scale": "scale --parameters 1000 --ranks 1 512 --elements 10000 --world 2 --rounds 1 --repetitions 2",
 }
 PARAMETERS = 41_472  # of the tiny model
@@ -103,7 +105,26 @@ def test_scale(finished):
     assert step["predicted"] > 0 and step["measured"] > 0
 
 
-@pytest.mark.parametrize("name", ["compare", "transport", "update", "scale"])
+def test_gpu_tried_on_the_cpu(finished):
+    text, results = finished("gpu")
+    assert text.startswith("on the CPU, by the kernels' source compiled for it")
+    assert results["gpu"] is None and results["verdicts"] == []
+    assert [point["dtype"] for point in results["update"]] == ["float32", "bfloat16"]
+    for point in results["update"]:
+        assert set(point["minima"]) == {"shardstep", "torch fused", "copy"} and all(point["minima"].values())
+    (step,) = results["steps"]
+    assert list(step["peers"]) == ["shardstep", "fsdp2"] and step["tokens"] == 2 * 4 * 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stderr == f"not measured: torch {torch.__version__} finds no GPU here\n"
+    assert done.returncode != 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["compare", "transport", "update", "scale", "gpu"])
 def test_help(name):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
