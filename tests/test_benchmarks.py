@@ -23,7 +23,7 @@ RUNS = {
     "memory": f"compare {TINY} --accumulate 4 --peers shardstep --measure memory",
     "transport": "transport --world 2 --sizes 64e3 --rounds 1 --repetitions 2 --peers gloo",
     "update": "update --world 1 --elements 4096 --model tiny --parameters 100 --rounds 1 --repetitions 2",
-    "gpu": "gpu --device cpu --elements 4096 --models tiny --accumulate 2 --peers shardstep fsdp2 --rounds 1 --repetitions 2",
+    "gpu": "gpu --device cpu --elements 4096 --models tiny --accumulate 2 --peers shardstep fsdp2 --quick",
     "scale": "scale --parameters 1000 --ranks 1 512 --elements 10000 --world 2 --rounds 1 --repetitions 2",
 }
 PARAMETERS = 41_472  # of the tiny model
