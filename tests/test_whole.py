@@ -478,6 +478,26 @@ def test_grad_scaler_and_schedules_with_several_optimizers(world):
         assert got == expected and len({scale for scale, *_ in expected}) > 2
 
 
+def order_body(rank, world):
+    model = network()
+    model, optimizers = wrap(model, PAIRS["adafactor"](*split(model)))
+    before = weights(model)
+    loss_of(model, 0, rank, world).backward()
+    with pytest.raises(shardstep.MismatchError) as caught:
+        optimizers[rank == world - 1].step()
+    assert_bits(weights(model), before)
+    model.abort_window()
+    steps_of(model, optimizers, range(2), rank, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_step_optimizers_in_different_orders_are_told(world):
+    messages = ranks.run(world, order_body)
+    told = f"of number 0 (in the order in which they were sharded), rank {world - 1} in that of number 1"
+    assert all(told in text for text in messages)
+
+
 # -- refusals and differences -------------------------------------------------------------------------------------
 
 

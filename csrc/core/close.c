@@ -246,7 +246,8 @@ static bool first_of_kind(const ss_engine *e, int k)
     const ss_close_header *h = ss_header_of(e, k);
     for (int j = 0; j < k; j++) {
         const ss_close_header *earlier = ss_header_of(e, j);
-        if (earlier->want == h->want && earlier->order == h->order && earlier->param == h->param) {
+        bool same = h->want == SS_WANT_FULL ? earlier->param == h->param : earlier->order == h->order;
+        if (earlier->want == h->want && same) {
             return false;
         }
     }

@@ -138,7 +138,7 @@ typedef struct {
     ss_close_point at;
     ss_want want;
     double order;    /* of the norm, for SS_WANT_NORM */
-    int32_t param;   /* for SS_WANT_FULL */
+    int32_t param;   /* for SS_WANT_FULL; at SS_AT_STEP a number of the optimizer, to be equal on all ranks */
 } ss_close_request;
 
 typedef enum {

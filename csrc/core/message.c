@@ -83,6 +83,7 @@ const char *ss_close_point_name(int at)
 ss_code ss_message_verify(const ss_engine *e, ss_error *err)
 {
     const ss_close_header *mine = ss_header_of(e, e->rank);
+    int stepper = -1;
     for (int k = 0; k < e->world; k++) {
         const ss_close_header *h = ss_header_of(e, k);
         if (h->sequence != mine->sequence || h->n_params != mine->n_params || h->n_buckets != mine->n_buckets ||
@@ -97,6 +98,16 @@ ss_code ss_message_verify(const ss_engine *e, ss_error *err)
             return ss_fail_at(err, SS_ERR_MISMATCH, k, -1,
                               "set_gradient_divide_factor differs: rank 0 has %g, rank %d has %g; set it alike on all ranks",
                               ss_header_of(e, 0)->divide_factor, k, h->divide_factor);
+        }
+        if (h->at != SS_AT_STEP) {
+            continue;
+        }
+        stepper = stepper < 0 ? k : stepper;
+        if (h->param != ss_header_of(e, stepper)->param) {
+            return ss_fail_at(err, SS_ERR_MISMATCH, k, -1,
+                              "ranks step different optimizers of this model: rank %d is in step() of number %d (in the order in "
+                              "which they were sharded), rank %d in that of number %d; step them in the same order on all ranks",
+                              stepper, ss_header_of(e, stepper)->param, k, h->param);
         }
     }
     return SS_OK;

@@ -485,7 +485,8 @@ class Engine:
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> "torch.Tensor | None":
-        """Closes the round. Communicates; see ``csrc/core/close.c``. With ``WANT_FULL`` the gradient of ``param``."""
+        """Closes the round. Communicates; see ``csrc/core/close.c``. With ``WANT_FULL`` the gradient of ``param``; at a step
+        that is the optimizer's number."""
         while True:
             needed = self.core.close(at, want, order, param)
             if needed is None:
@@ -564,8 +565,10 @@ class Engine:
         """The sharded optimizers over this model that are still in use."""
         return [o for reference in self._optimizers if (o := reference()) is not None]
 
-    def add_optimizer(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: Any) -> int:
+        """Returns its number, by which ranks tell whether they step the same one."""
         self._optimizers.append(weakref.ref(optimizer))
+        return len(self._optimizers) - 1
 
     def note_step(self) -> None:
         self._unchecked = True

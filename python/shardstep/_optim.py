@@ -99,7 +99,7 @@ class ShardedOptimizer(Optimizer):
                 self._take(parameter, index, warm.get(parameter, {}) if warm else {})
         self._groups = [list(group["params"]) for group in self.param_groups]
         self._rule.prepare()
-        self.engine.add_optimizer(self)
+        self._number = self.engine.add_optimizer(self)
 
     # -- membership ---------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class ShardedOptimizer(Optimizer):
             check_group(self.wrapped, group)
         self._follow_state()
         wants_norm = self._skip_nonfinite or self._max_norm is not None
-        engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING)
+        engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING, param=self._number)
         self.step_was_skipped = wants_norm and not self._clip()
         if not self.step_was_skipped:
             self._rule.step()
