@@ -224,6 +224,27 @@ def test_a_model_on_the_cpu_is_told_what_to_use():
             assert "transport='auto'" in text
 
 
+def test_a_model_over_several_devices_is_refused_by_name():
+    from shardstep import _device
+
+    with pytest.raises(shardstep.UsageError, match="parameter 'a' is on cpu and parameter 'b' on meta; .* one device"):
+        _device.device_of(["a", "b"], [torch.zeros(1), torch.zeros(1, device="meta")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_so():
+    from shardstep import _C
+
+    with pytest.raises(shardstep.UsageError, match="no device cuda:0: .*not linked with support for cuda"):
+        _C.open_device("cuda:0", "/nowhere/_cuda.so", None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles():
+    """Built here and not while ranks wait for each other."""
+    fakes.library()
+
+
 # -- failures -----------------------------------------------------------------------------------------------------
 
 
@@ -281,8 +302,8 @@ def stuck_collective(rank, world):
         started = time.monotonic()
         engine = _C.Engine(
             params=[model.weight], names=["weight"], param_dtypes=bytes(1), grad_dtypes=bytes(1),
-            transport=open_transport("nccl", group, 1.5, _device.device_of([])), bucket_bytes=1 << 20, sharded=True,
-            accumulate=1,
+            transport=open_transport("nccl", group, 1.5, _device.device_of([], [])), bucket_bytes=1 << 20, sharded=True,
+            accumulate=1, device=_device.device_of([], []).capsule,
         )
         engine.place(memoryview(bytes(4)).cast("i"), memoryview(bytes(4)).cast("i"), None)
         if rank == 1:
@@ -314,3 +335,90 @@ def test_the_end_never_hangs():
     started = time.monotonic()
     assert ranks.run(2, leaves_without_a_word, fresh=True) == [True, True]
     assert time.monotonic() - started < 20.0
+
+
+# -- streams ------------------------------------------------------------------------------------------------------
+
+
+def side_streams(rank, world, ignored, unused):
+    """Backwards that run on streams of their own, and a layer that only one rank uses, whose slot the other clears."""
+    doubles = fakes.loaded()
+    with fakes.gpus(rank) as nccl:
+        torch.manual_seed(6)
+        layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+        model, optimizer = shardstep.wrap(layers, optimizer, transport="nccl", timeout=20.0)
+        streams = [doubles.dd_framework_stream(k) for k in range(2)]
+        doubles.dd_ignore_waits(ignored)
+        before = nccl.now()
+        try:
+            for seed in range(3):
+                for number, layer in enumerate(model):
+                    if unused and number == 2 and rank != seed % world:
+                        continue
+                    generator = torch.Generator().manual_seed(seed * 100 + rank * 10 + number)
+                    x = torch.randn(4, 8, generator=generator)
+                    with fakes.stream(streams[number % 2]), model.no_sync():
+                        layer(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()], nccl.since(before)["ahead"]
+        finally:
+            doubles.dd_ignore_waits(0)
+            model.unwrap()
+
+
+def side_streams_alone(world, unused):
+    torch.manual_seed(6)
+    model = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for seed in range(3):
+        for rank in range(world):
+            for number, layer in enumerate(model):
+                if unused and number == 2 and rank != seed % world:
+                    continue
+                generator = torch.Generator().manual_seed(seed * 100 + rank * 10 + number)
+                (layer(torch.randn(4, 8, generator=generator)).square().mean() / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_gradients_from_several_streams_are_waited_for():
+    expected = side_streams_alone(2, True)
+    for found, ahead in ranks.run(2, side_streams, 0, True):
+        assert ahead == 0  # collectives that something of another stream was not ordered before
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [1, 2], ids=["communication", "caller"])
+def test_a_missing_wait_shows_as_a_wrong_number(ignored):
+    """Of the doubles themselves: waits of the communication stream, or of the caller's, that count for nothing."""
+    expected = side_streams_alone(2, True)
+    found = ranks.run(2, side_streams, ignored, True, fresh=True)
+    assert any(not torch.allclose(got, want, rtol=1e-3) for rank, _ in found for got, want in zip(rank, expected))
+    assert ignored != 1 or all(ahead > 0 for _, ahead in found)
+
+
+def reads_of_a_step(rank, world, clip):
+    with fakes.gpus(rank):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer = shardstep.wrap(model, optimizer, transport="nccl", clip_grad_norm=clip, param_dtype=torch.bfloat16)
+        before = fakes.loaded().dd_reads()
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed * 100 + rank)
+            with model.no_sync():
+                model(torch.randn(4, 8, generator=generator).bfloat16()).square().mean().backward()
+            model(torch.randn(4, 8, generator=generator).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.unwrap()
+        return fakes.loaded().dd_reads() - before
+
+
+def test_a_step_does_not_wait_for_the_device():
+    """Only norms do, once for each dtype of gradients."""
+    assert ranks.run(2, reads_of_a_step, None) == [0, 0]
+    assert ranks.run(2, reads_of_a_step, 1.0) == [2, 2]

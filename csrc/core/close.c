@@ -15,6 +15,7 @@
 
 #include "core/engine_state.h"
 #include "core/message.h"
+#include "core/work.h"
 
 /* The sum of this round and what was carried become the held gradient. */
 static void combine(ss_engine *e, int32_t b)
@@ -174,7 +175,7 @@ static void expose(ss_engine *e)
         SS_EACH_MEMBER(e, b, i) {
             if (e->params[i].state != SS_LOCAL) {
                 size_t element = ss_dtype_size(e->layout.buckets[b].grad_dtype);
-                memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0, (size_t)e->params[i].spec.numel * element);
+                ss_work_zero(e, ss_grad_at(e, b, e->layout.placements[i].offset), (size_t)e->params[i].spec.numel * element);
             }
         }
     }
@@ -213,7 +214,8 @@ static void begin_round(ss_engine *e)
         ss_bucket *bucket = &e->buckets[b];
         bucket->launched = false;
         bucket->n_arrived = bucket->adding = 0;
-        free(bucket->carry);
+        ss_region_release(bucket->carry_region);
+        bucket->carry_region = NULL;
         bucket->carry = NULL;
     }
     for (int32_t i = 0; i < e->layout.n_params; i++) {
@@ -373,6 +375,7 @@ ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, ss_close_
         SS_TRY_GOTO(code, replicate(e, err), failed);
         begin_round(e);
     }
+    SS_TRY_GOTO(code, ss_work_result(e, err), failed);
     return SS_OK;
 failed:
     return ss_broke(e, code, ss_close_point_name(request->at), err);

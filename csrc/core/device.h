@@ -16,6 +16,7 @@
 
 #include "core/region.h"
 #include "core/status.h"
+#include "cuda/load.h" /* what kernels a device has, as a table of functions; nothing of CUDA itself */
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,6 +42,8 @@ typedef struct {
     ss_code (*allocate)(ss_device *device, size_t bytes, ss_region **region, ss_error *err);
     /* Enqueues on the current stream. */
     ss_code (*zero)(ss_device *device, void *at, size_t bytes, ss_error *err);
+    /* Copies to the host. Waits for the current stream: not for a step that has to run ahead of the device. */
+    ss_code (*read)(ss_device *device, void *to, const void *from, size_t bytes, ss_error *err);
 
     /* The calling thread's current stream; a stream of the caller's own, of high priority, which lives as long as the device. */
     ss_code (*current)(ss_device *device, ss_stream *stream, ss_error *err);
@@ -59,6 +62,7 @@ typedef struct {
 
 struct ss_device {
     const ss_device_ops *ops;
+    const ss_cuda *kernels; /* take the native stream that they are enqueued on */
     atomic_int references; /* set to 1 by the maker */
 };
 

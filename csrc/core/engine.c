@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "core/engine_state.h"
+#include "core/work.h"
 
 double ss_now(void)
 {
@@ -108,6 +109,7 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
     }
     pthread_mutex_init(&e->lock, NULL);
     e->transport = transport;
+    e->device = ss_device_retain(config->device);
     e->kernels = kernels;
     e->framework = *framework;
     e->interrupted = interrupted;
@@ -122,6 +124,10 @@ ss_code ss_engine_create(const ss_engine_config *config, ss_transport *transport
     e->params = calloc((size_t)n + 1, sizeof *e->params);
     if (e->specs == NULL || e->params == NULL) {
         code = ss_fail(err, SS_ERR_NO_MEMORY, "no memory for %d parameters", n);
+        goto failed;
+    }
+    if (e->device != NULL && (e->joined = e->device->ops->new_event(e->device)) == NULL) {
+        code = ss_fail(err, SS_ERR_NO_MEMORY, "no memory for the engine");
         goto failed;
     }
     SS_TRY_GOTO(code, ss_origin_mark(&e->origin, err), failed);
@@ -155,7 +161,7 @@ void ss_engine_destroy(ss_engine *e)
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
         ss_region_release(e->buckets[b].region);
         ss_region_release(e->buckets[b].master_region);
-        free(e->buckets[b].carry);
+        ss_region_release(e->buckets[b].carry_region);
     }
     for (int32_t i = 0; e->params != NULL && i < e->layout.n_params; i++) {
         free(e->params[i].name);
@@ -168,33 +174,17 @@ void ss_engine_destroy(ss_engine *e)
     free(e->partials);
     free(e->verdict);
     ss_layout_free(&e->layout);
+    ss_region_release(e->workspace);
+    if (e->joined != NULL) {
+        e->device->ops->free_event(e->device, e->joined);
+    }
+    ss_device_release(e->device);
     ss_origin_forget(&e->origin);
     pthread_mutex_destroy(&e->lock);
     free(e);
 }
 
 static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
-static void free_heap(ss_region *region)
-{
-    free(region->base);
-    free(region);
-}
-
-static ss_region *heap_region(size_t bytes)
-{
-    ss_region *region = malloc(sizeof *region);
-    void *base = aligned_alloc(256, round_up(bytes, 256));
-    if (region == NULL || base == NULL) {
-        free(region);
-        free(base);
-        return NULL;
-    }
-    memset(base, 0, bytes);
-    *region = (ss_region){.base = base, .bytes = bytes, .destroy = free_heap};
-    atomic_init(&region->references, 1);
-    return region;
-}
 
 static bool is_low(ss_dtype dtype) { return dtype == SS_BF16 || dtype == SS_F16; }
 
@@ -249,11 +239,8 @@ static ss_code place(ss_engine *e, const int32_t *params, const int32_t *kinds, 
             bucket->param = (char *)region->base + specs[k].param_offset;
         }
         if (e->sharded && is_low(shape->param_dtype)) {
-            bucket->master_region = heap_region((size_t)shape->segment * sizeof(float));
-            if (bucket->master_region == NULL) {
-                code = ss_fail(err, SS_ERR_NO_MEMORY, "no memory for %lld master weights", (long long)shape->segment);
-                goto out;
-            }
+            size_t masters = (size_t)shape->segment * sizeof(float);
+            SS_TRY_GOTO(code, ss_work_memory(e, masters, &bucket->master_region, err), out);
             bucket->master = bucket->master_region->base;
         }
         SS_EACH_MEMBER(e, first + k, i) {

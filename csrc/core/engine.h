@@ -14,6 +14,7 @@
 
 #include <stdbool.h>
 
+#include "core/device.h"
 #include "core/layout.h"
 #include "core/status.h"
 #include "kernels/kernels.h"
@@ -65,6 +66,9 @@ typedef struct {
     /* The user has dropped the gradient in the slot. Who still holds it must keep elements [begin, begin + numel) of it, as the
        slot will be written again. `norm` is the global L2 norm of a piece's whole, NaN where it is not known. */
     ss_code (*dropped)(void *ctx, int32_t param, ss_kept kept, int64_t begin, int64_t numel, double norm, ss_error *err);
+    /* The part of a norm of this order (not 2) that n elements at x, on a device, make. May wait for the device. */
+    ss_code (*partial_norm)(void *ctx, const void *x, const ss_param_spec *spec, int64_t n, double order, double *partial,
+                            ss_error *err);
     /* For the framework's profiler: work named `what` on a bucket (-1: on all) begins; NULL when nobody profiles. It ends on the
        same thread. The functions may be NULL. */
     void *(*span_begin)(void *ctx, const char *what, int32_t bucket);
@@ -79,6 +83,7 @@ typedef struct {
     int64_t bucket_bytes;
     int sharded;                /* 0: replicated; gradients are averaged on every rank after a backward */
     int accumulate;             /* K > 1: only every K-th backward of a window synchronises by itself */
+    ss_device *device;          /* where the tensors are; NULL: on the CPU. The engine takes a reference */
 } ss_engine_config;
 
 /* Takes the transport over, also when it fails. The callbacks of the transport are set by the engine. */

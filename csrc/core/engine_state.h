@@ -1,10 +1,11 @@
-/* The engine's private state, shared by window.c, message.c, close.c, pieces.c, norms.c, update.c and engine.c. */
+/* The engine's private state, shared by window.c, message.c, close.c, pieces.c, norms.c, update.c, work.c and engine.c. */
 #ifndef SHARDSTEP_CORE_ENGINE_STATE_H
 #define SHARDSTEP_CORE_ENGINE_STATE_H
 
 #include <pthread.h>
 #include <stdbool.h>
 
+#include "core/device.h"
 #include "core/engine.h"
 #include "core/origin.h"
 
@@ -46,6 +47,9 @@ typedef struct {
     double norm_total;   /* over all ranks, unscaled; of order `norm_order` */
 } ss_param;
 
+/* Gradients of one bucket that come on more streams are joined to the current one as they come. */
+#define SS_BUCKET_STREAMS 4
+
 typedef struct {
     uint8_t phase;
     bool launched;   /* in this round */
@@ -61,7 +65,9 @@ typedef struct {
     char *grad, *param;      /* this rank's planes */
     void *carry;             /* my segment of gradient kept from before this round, in final units; or NULL */
     float *master;           /* FP32 masters of my segment; NULL when the parameter is its own */
-    ss_region *region, *master_region;
+    ss_region *region, *master_region, *carry_region;
+    ss_stream streams[SS_BUCKET_STREAMS]; /* of the device, on which this round's gradients have come */
+    int32_t n_streams;
     double lanes[SS_NORM_LANES]; /* running sums of the member under the cursor */
     int32_t cursor;              /* member index for the running sums */
 } ss_bucket;
@@ -69,6 +75,10 @@ typedef struct {
 struct ss_engine {
     pthread_mutex_t lock;
     ss_transport *transport;
+    ss_device *device;     /* NULL: the CPU. Element work goes through work.h, which looks at it */
+    ss_event *joined;      /* for one stream to wait for another */
+    ss_region *workspace;  /* of the device's kernels for the update */
+    ss_error work_failed;  /* of work that was enqueued: see work.h */
     const ss_kernels *kernels;
     ss_framework framework;
     int (*interrupted)(void *);
@@ -170,6 +180,7 @@ void ss_piece_to_carry(ss_engine *e, int32_t param, double scale);
 /* norms.c */
 void ss_norms_begin(ss_engine *e, int32_t bucket);
 void ss_norms_range(ss_engine *e, int32_t bucket, int64_t begin, int64_t end);
+double ss_norms_sum_lanes(const double lanes[SS_NORM_LANES]);
 ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err);
 
 #endif

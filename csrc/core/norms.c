@@ -4,9 +4,11 @@
  * last window asked for them they are computed block by block while the reduction has the data in cache.
  */
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/engine_state.h"
+#include "core/work.h"
 
 void ss_norms_begin(ss_engine *e, int32_t b)
 {
@@ -16,7 +18,7 @@ void ss_norms_begin(ss_engine *e, int32_t b)
     memset(bucket->lanes, 0, sizeof bucket->lanes);
 }
 
-static double sum_lanes(const double lanes[SS_NORM_LANES])
+double ss_norms_sum_lanes(const double lanes[SS_NORM_LANES])
 {
     double sum = 0.0;
     for (int k = 0; k < SS_NORM_LANES; k++) {
@@ -56,38 +58,19 @@ void ss_norms_range(ss_engine *e, int32_t b, int64_t begin, int64_t end)
         if (p->piece.numel > 0 && piece_end > end) {
             return; /* the rest of this piece is in the next range */
         }
-        p->norm_partial = sum_lanes(bucket->lanes);
+        p->norm_partial = ss_norms_sum_lanes(bucket->lanes);
         memset(bucket->lanes, 0, sizeof bucket->lanes);
     }
     bucket->norms_ready = true;
 }
 
-/* A piece begins and ends between pairs: parameters and segments begin at even elements. */
-static double partial_norm(const void *data, const ss_param_spec *spec, int64_t n, double order)
+static ss_code compute_partials(ss_engine *e, double order, ss_error *err)
 {
-    double sum = order == -INFINITY ? INFINITY : 0.0;
-    bool f64 = spec->grad_dtype == SS_F64;
-    for (int64_t k = 0; k < n; k++) {
-        double x = fabs(f64 ? ((const double *)data)[k] : (double)((const float *)data)[k]);
-        if (spec->pairs) {
-            k++;
-            x = hypot(x, f64 ? ((const double *)data)[k] : (double)((const float *)data)[k]);
-        }
-        if (isinf(order)) {
-            sum = isnan(x) || isnan(sum) ? NAN : order > 0 ? fmax(sum, x) : fmin(sum, x);
-        } else if (order == 0.0) {
-            sum += x != 0.0;
-        } else if (order == 1.0) {
-            sum += x;
-        } else {
-            sum += pow(x, order);
-        }
+    ss_work_norm *norms = calloc((size_t)e->layout.n_params + 1, sizeof *norms);
+    int32_t count = 0;
+    if (norms == NULL) {
+        return ss_fail(err, SS_ERR_NO_MEMORY, "no memory for norms");
     }
-    return sum;
-}
-
-static void compute_partials(ss_engine *e, double order)
-{
     for (int32_t b = 0; b < e->layout.n_buckets; b++) {
         ss_bucket *bucket = &e->buckets[b];
         if (order == 2.0 && bucket->norms_ready) {
@@ -95,25 +78,27 @@ static void compute_partials(ss_engine *e, double order)
         }
         SS_EACH_MEMBER(e, b, i) {
             ss_param *p = &e->params[i];
-            if (p->state != SS_HELD) {
-                p->norm_partial = 0.0;
-            } else if (order == 2.0) {
-                double lanes[SS_NORM_LANES] = {0};
-                add_squares(e, i, ss_piece_grad(e, i), p->piece.numel, p->piece.in_param, lanes);
-                p->norm_partial = sum_lanes(lanes);
-            } else {
-                p->norm_partial = partial_norm(p->piece.numel ? ss_piece_grad(e, i) : NULL, &p->spec, p->piece.numel, order);
+            p->norm_partial = 0.0;
+            if (p->state == SS_HELD) {
+                norms[count++] = (ss_work_norm){.x = p->piece.numel > 0 ? ss_piece_grad(e, i) : NULL,
+                                                .spec = &p->spec,
+                                                .n = p->piece.numel,
+                                                .in_param = p->piece.in_param,
+                                                .partial = &p->norm_partial};
             }
         }
         bucket->norms_ready = order == 2.0;
     }
+    ss_code code = ss_work_norms(e, norms, count, order, err);
+    free(norms);
+    return code;
 }
 
 /* Collective. Leaves each parameter's total of the given order in norm_total, when this rank wants to keep it. */
 ss_code ss_norms_agree(ss_engine *e, double order, bool keep, ss_error *err)
 {
     int32_t n = e->layout.n_params;
-    compute_partials(e, order);
+    SS_TRY(compute_partials(e, order, err));
     double *mine = e->partials, *all = e->partials + n;
     for (int32_t i = 0; i < n; i++) {
         mine[i] = e->layout.placements[i].bucket >= 0 ? e->params[i].norm_partial : 0.0;

@@ -1,9 +1,8 @@
 /* Element work on what this rank owns of one parameter's gradient, in the bucket or in its carry. */
-#include <string.h>
-
 #include "core/engine_state.h"
+#include "core/work.h"
 
-static bool is_f64(const ss_engine *e, int32_t i) { return e->params[i].spec.grad_dtype == SS_F64; }
+static ss_dtype dtype_of(const ss_engine *e, int32_t i) { return e->params[i].spec.grad_dtype; }
 
 void ss_piece_scale(ss_engine *e, int32_t i)
 {
@@ -12,10 +11,8 @@ void ss_piece_scale(ss_engine *e, int32_t i)
         return;
     }
     /* Ranks must agree on whether norms are known, so this does not depend on what this one owns. */
-    if (p->piece.numel > 0 && is_f64(e, i)) {
-        e->kernels->scale_f64(ss_piece_grad(e, i), p->scale, p->piece.numel);
-    } else if (p->piece.numel > 0) {
-        e->kernels->scale_f32(ss_piece_grad(e, i), (float)p->scale, p->piece.numel);
+    if (p->piece.numel > 0) {
+        ss_work_scale(e, dtype_of(e, i), ss_piece_grad(e, i), p->scale, p->piece.numel);
     }
     p->scale = 1.0;
     e->buckets[e->layout.placements[i].bucket].norms_ready = false;
@@ -27,7 +24,7 @@ void ss_piece_zero(ss_engine *e, int32_t i, bool carry)
     ss_param *p = &e->params[i];
     if (p->piece.numel > 0) {
         void *at = carry ? ss_piece_carry(e, i) : ss_piece_grad(e, i);
-        memset(at, 0, (size_t)p->piece.numel * ss_dtype_size(p->spec.grad_dtype));
+        ss_work_zero(e, at, (size_t)p->piece.numel * ss_dtype_size(p->spec.grad_dtype));
     }
 }
 
@@ -35,13 +32,8 @@ void ss_piece_zero(ss_engine *e, int32_t i, bool carry)
 void ss_piece_add_carry(ss_engine *e, int32_t i, double scale)
 {
     const ss_param *p = &e->params[i];
-    if (p->piece.numel == 0) {
-        return;
-    }
-    if (is_f64(e, i)) {
-        e->kernels->add_scaled_f64(ss_piece_grad(e, i), ss_piece_carry(e, i), scale, p->piece.numel);
-    } else {
-        e->kernels->add_scaled_f32(ss_piece_grad(e, i), ss_piece_carry(e, i), (float)scale, p->piece.numel);
+    if (p->piece.numel > 0) {
+        ss_work_add_scaled(e, dtype_of(e, i), ss_piece_grad(e, i), ss_piece_carry(e, i), scale, p->piece.numel);
     }
 }
 
@@ -52,10 +44,6 @@ void ss_piece_to_carry(ss_engine *e, int32_t i, double scale)
     if (p->piece.numel == 0) {
         return;
     }
-    memcpy(ss_piece_carry(e, i), ss_piece_grad(e, i), (size_t)p->piece.numel * ss_dtype_size(p->spec.grad_dtype));
-    if (is_f64(e, i)) {
-        e->kernels->scale_f64(ss_piece_carry(e, i), scale, p->piece.numel);
-    } else {
-        e->kernels->scale_f32(ss_piece_carry(e, i), (float)scale, p->piece.numel);
-    }
+    ss_work_copy(e, ss_piece_carry(e, i), ss_piece_grad(e, i), (size_t)p->piece.numel * ss_dtype_size(dtype_of(e, i)));
+    ss_work_scale(e, dtype_of(e, i), ss_piece_carry(e, i), scale, p->piece.numel);
 }

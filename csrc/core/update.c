@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/engine_state.h"
+#include "core/work.h"
 
 static void adam(const ss_engine *e, const ss_update *u, int32_t i, float *master, void *low, int64_t at)
 {
@@ -66,38 +67,143 @@ static ss_code publish(ss_engine *e, int32_t b, ss_error *err)
     return e->transport->ops->publish(e->transport, SS_PLANE_PARAM, b, err);
 }
 
+/* Where the update writes: FP32 masters, and the parameter beside them where it is of low precision. */
+typedef struct {
+    float *master;
+    void *low;
+} weights;
+
+static weights weights_of(const ss_engine *e, int32_t i)
+{
+    const ss_bucket *bucket = &e->buckets[e->layout.placements[i].bucket];
+    if (bucket->master == NULL) {
+        return (weights){piece_param(e, i), NULL};
+    }
+    return (weights){bucket->master + e->params[i].piece.in_segment, piece_param(e, i)};
+}
+
+static bool is_updated(const ss_engine *e, const ss_update *u, int32_t i)
+{
+    return e->params[i].state == SS_HELD && u->group[i] >= 0;
+}
+
+static bool counts_steps(const ss_update *u, int32_t i)
+{
+    return u->rule == SS_RULE_ADAM || u->options[u->group[i]].momentum != 0.0;
+}
+
+static void update_on_host(const ss_engine *e, const ss_update *u, int32_t b)
+{
+    SS_EACH_MEMBER(e, b, i) {
+        if (!is_updated(e, u, i)) {
+            continue;
+        }
+        int64_t at = e->params[i].piece.in_segment;
+        weights w = weights_of(e, i);
+        u->steps[i] += counts_steps(u, i);
+        if (e->params[i].piece.numel == 0) {
+            continue;
+        }
+        if (u->rule == SS_RULE_ADAM) {
+            adam(e, u, i, w.master, w.low, at);
+        } else {
+            sgd(e, u, i, w.master, w.low, at);
+        }
+    }
+}
+
+static ss_cuda_piece device_piece(const ss_engine *e, const ss_update *u, int32_t i)
+{
+    const ss_param *p = &e->params[i];
+    const ss_options *o = &u->options[u->group[i]];
+    int32_t b = e->layout.placements[i].bucket;
+    weights w = weights_of(e, i);
+    int slots = u->rule == SS_RULE_ADAM ? 2 + (o->amsgrad != 0) : o->momentum != 0.0;
+    ss_cuda_piece piece = {.n = p->piece.numel,
+                           .param = w.master,
+                           .low = w.low,
+                           .low_dtype = p->spec.param_dtype,
+                           .grad = ss_piece_grad(e, i),
+                           .grad_dtype = SS_F32,
+                           .grad_scale = p->scale,
+                           .step = counts_steps(u, i) ? &u->steps[i] : NULL,
+                           .tail = (int32_t)ss_adam_tail(p->spec.numel, p->piece.in_param, p->piece.numel),
+                           .options = u->group[i]};
+    for (int k = 0; k < slots; k++) {
+        piece.state[k] = u->state[k][b] + p->piece.in_segment;
+    }
+    return piece;
+}
+
+/* The device counts steps itself. */
+static ss_code update_on_device(ss_engine *e, const ss_update *u, int32_t b, ss_error *err)
+{
+    int32_t n = 0, n_options = 0;
+    ss_cuda_piece *pieces = calloc((size_t)e->layout.buckets[b].n_members, sizeof *pieces);
+    ss_cuda_options *options = NULL;
+    ss_code code = SS_OK;
+    SS_EACH_MEMBER(e, b, i) {
+        n_options = u->group[i] >= n_options ? u->group[i] + 1 : n_options;
+    }
+    options = calloc((size_t)n_options + 1, sizeof *options);
+    if (pieces == NULL || options == NULL) {
+        code = ss_fail(err, SS_ERR_NO_MEMORY, "no memory for the update of bucket %d", b);
+        goto out;
+    }
+    for (int32_t k = 0; k < n_options; k++) {
+        const ss_options *o = &u->options[k];
+        options[k] = (ss_cuda_options){.lr = o->lr,
+                                       .beta1 = o->beta1,
+                                       .beta2 = o->beta2,
+                                       .eps = o->eps,
+                                       .weight_decay = o->weight_decay,
+                                       .momentum = o->momentum,
+                                       .dampening = o->dampening,
+                                       .decoupled = o->decoupled,
+                                       .nesterov = o->nesterov,
+                                       .maximize = o->maximize};
+    }
+    SS_EACH_MEMBER(e, b, i) {
+        if (is_updated(e, u, i)) {
+            pieces[n++] = device_piece(e, u, i);
+        }
+    }
+    ss_cuda_update update = {
+        .size = sizeof update, .n_pieces = n, .n_options = n_options, .pieces = pieces, .options = options};
+    code = ss_work_update(e, u->rule, &update, err);
+out:
+    free(pieces);
+    free(options);
+    return code;
+}
+
+static bool any_updated(const ss_engine *e, const ss_update *u, int32_t b)
+{
+    SS_EACH_MEMBER(e, b, i) {
+        if (is_updated(e, u, i)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 ss_code ss_engine_update(ss_engine *e, const ss_update *u, ss_error *err)
 {
     pthread_mutex_lock(&e->lock);
     double begin = ss_now();
     ss_code code = ss_check_usable(e, err);
     for (int32_t b = 0; code == SS_OK && b < e->layout.n_buckets; b++) {
-        bool touched = false;
-        void *span = NULL;
-        SS_EACH_MEMBER(e, b, i) {
-            ss_param *p = &e->params[i];
-            if (p->state != SS_HELD || u->group[i] < 0) {
-                continue;
-            }
-            if (!touched) {
-                touched = true;
-                span = ss_span_begin(e, "shardstep::update", b);
-            }
-            u->steps[i] += u->rule == SS_RULE_ADAM || u->options[u->group[i]].momentum != 0.0;
-            if (p->piece.numel == 0) {
-                continue;
-            }
-            bool own_master = e->buckets[b].master == NULL;
-            float *master = own_master ? piece_param(e, i) : e->buckets[b].master + p->piece.in_segment;
-            void *low = own_master ? NULL : piece_param(e, i);
-            if (u->rule == SS_RULE_ADAM) {
-                adam(e, u, i, master, low, p->piece.in_segment);
-            } else {
-                sgd(e, u, i, master, low, p->piece.in_segment);
-            }
+        if (!any_updated(e, u, b)) {
+            continue;
+        }
+        void *span = ss_span_begin(e, "shardstep::update", b);
+        if (e->device == NULL) {
+            update_on_host(e, u, b);
+        } else {
+            code = update_on_device(e, u, b, err);
         }
         ss_span_end(e, span);
-        if (touched) {
+        if (code == SS_OK) {
             code = publish(e, b, err);
         }
     }
@@ -109,45 +215,9 @@ ss_code ss_engine_update(ss_engine *e, const ss_update *u, ss_error *err)
     return code;
 }
 
-static void to_low(const ss_engine *e, int32_t i, void *low, const float *master, int64_t n)
+static float *piece_master(const ss_engine *e, int32_t i)
 {
-    if (e->params[i].spec.param_dtype == SS_BF16) {
-        e->kernels->f32_to_bf16(low, master, n);
-    } else {
-        e->kernels->f32_to_f16(low, master, n);
-    }
-}
-
-static void from_low(const ss_engine *e, int32_t i, float *master, const void *low, int64_t n)
-{
-    if (e->params[i].spec.param_dtype == SS_BF16) {
-        e->kernels->bf16_to_f32(master, low, n);
-    } else {
-        e->kernels->f16_to_f32(master, low, n);
-    }
-}
-
-enum { BLOCK = 1024 };
-
-/* Elements of the parameter whose bits differ from the rounded master were written by the user: they are the truth. */
-static void adopt(ss_engine *e, int32_t i)
-{
-    const ss_param *p = &e->params[i];
-    float *master = e->buckets[e->layout.placements[i].bucket].master + p->piece.in_segment;
-    const uint16_t *low = piece_param(e, i);
-    uint16_t rounded[BLOCK];
-    for (int64_t at = 0; at < p->piece.numel; at += BLOCK) {
-        int64_t n = p->piece.numel - at < BLOCK ? p->piece.numel - at : BLOCK;
-        to_low(e, i, rounded, master + at, n);
-        if (memcmp(rounded, low + at, (size_t)n * sizeof *low) == 0) {
-            continue;
-        }
-        for (int64_t k = 0; k < n; k++) {
-            if (rounded[k] != low[at + k]) {
-                from_low(e, i, master + at + k, low + at + k, 1);
-            }
-        }
-    }
+    return e->buckets[e->layout.placements[i].bucket].master + e->params[i].piece.in_segment;
 }
 
 static bool has_master(const ss_engine *e, int32_t i)
@@ -158,15 +228,16 @@ static bool has_master(const ss_engine *e, int32_t i)
 
 ss_code ss_engine_adopt(ss_engine *e, const int32_t *params, int32_t count, ss_error *err)
 {
-    (void)err; /* cannot fail */
     pthread_mutex_lock(&e->lock);
     for (int32_t k = 0; k < count; k++) {
         if (has_master(e, params[k])) {
-            adopt(e, params[k]);
+            const ss_param *p = &e->params[params[k]];
+            ss_work_adopt(e, p->spec.param_dtype, piece_master(e, params[k]), piece_param(e, params[k]), p->piece.numel);
         }
     }
+    ss_code code = ss_work_result(e, err);
     pthread_mutex_unlock(&e->lock);
-    return SS_OK;
+    return code;
 }
 
 void ss_engine_reset_masters(ss_engine *e)
@@ -174,8 +245,8 @@ void ss_engine_reset_masters(ss_engine *e)
     pthread_mutex_lock(&e->lock);
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         if (has_master(e, i)) {
-            float *master = e->buckets[e->layout.placements[i].bucket].master + e->params[i].piece.in_segment;
-            from_low(e, i, master, piece_param(e, i), e->params[i].piece.numel);
+            const ss_param *p = &e->params[i];
+            ss_work_from_low(e, p->spec.param_dtype, piece_master(e, i), piece_param(e, i), p->piece.numel);
         }
     }
     pthread_mutex_unlock(&e->lock);
@@ -188,8 +259,8 @@ ss_code ss_engine_publish(ss_engine *e, const int32_t *params, int32_t count, ss
     for (int32_t k = 0; k < count; k++) {
         int32_t i = params[k], b = e->layout.placements[i].bucket;
         if (has_master(e, i)) {
-            to_low(e, i, piece_param(e, i), e->buckets[b].master + e->params[i].piece.in_segment,
-                   e->params[i].piece.numel);
+            const ss_param *p = &e->params[i];
+            ss_work_to_low(e, p->spec.param_dtype, piece_param(e, i), piece_master(e, i), p->piece.numel);
         }
         e->buckets[b].published = true; /* marked here, published below in bucket order */
     }

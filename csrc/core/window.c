@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "core/engine_state.h"
+#include "core/work.h"
 
 static ss_code absorb(ss_engine *e, int32_t i, bool add, ss_error *err);
 
@@ -117,10 +118,9 @@ static ss_code ensure_carry(ss_engine *e, int32_t b, ss_error *err)
     ss_bucket *bucket = &e->buckets[b];
     const ss_bucket_shape *shape = &e->layout.buckets[b];
     if (bucket->carry == NULL) {
-        bucket->carry = calloc((size_t)shape->segment, ss_dtype_size(shape->grad_dtype));
-        if (bucket->carry == NULL) {
-            return ss_fail(err, SS_ERR_NO_MEMORY, "no memory to keep the gradient segment of bucket %d", b);
-        }
+        size_t bytes = (size_t)shape->segment * ss_dtype_size(shape->grad_dtype);
+        SS_TRY(ss_work_memory(e, bytes, &bucket->carry_region, err));
+        bucket->carry = bucket->carry_region->base;
     }
     return SS_OK;
 }
@@ -188,6 +188,17 @@ ss_code ss_window_reopen_launched(ss_engine *e, int32_t b, ss_error *err)
     return SS_OK;
 }
 
+/* What this round's gradients have come on, the current stream is behind from now on: what the engine and the transport do next
+   is ordered by it. */
+static void join_streams(ss_engine *e, int32_t b)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    for (int32_t k = 0; k < bucket->n_streams; k++) {
+        ss_work_join(e, bucket->streams[k]);
+    }
+    bucket->n_streams = 0;
+}
+
 static ss_code try_reopen(ss_engine *e, int32_t b, ss_error *err)
 {
     ss_reduce_state state;
@@ -220,6 +231,27 @@ static ss_code absorb(ss_engine *e, int32_t i, bool add, ss_error *err)
     return SS_OK;
 }
 
+/* A gradient of this bucket has come, or is read, on the calling thread's current stream. */
+static ss_code note_stream(ss_engine *e, int32_t b, ss_error *err)
+{
+    ss_bucket *bucket = &e->buckets[b];
+    ss_stream current;
+    if (e->device == NULL) {
+        return SS_OK;
+    }
+    SS_TRY(e->device->ops->current(e->device, &current, err));
+    for (int32_t k = 0; k < bucket->n_streams; k++) {
+        if (bucket->streams[k].id == current.id) {
+            return SS_OK;
+        }
+    }
+    if (bucket->n_streams == SS_BUCKET_STREAMS) {
+        join_streams(e, b);
+    }
+    bucket->streams[bucket->n_streams++] = current;
+    return SS_OK;
+}
+
 /* My gradient of an open bucket is final for this round. */
 ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
 {
@@ -231,6 +263,7 @@ ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
         }
     }
     bool contributes = ss_window_has_local(e, b);
+    join_streams(e, b);
     size_t element = ss_dtype_size(shape->grad_dtype);
     SS_EACH_MEMBER(e, b, i) {
         ss_param *p = &e->params[i];
@@ -240,7 +273,7 @@ ss_code ss_window_launch(ss_engine *e, int32_t b, ss_error *err)
             continue;
         }
         if (contributes) {
-            memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0, (size_t)p->spec.numel * element);
+            ss_work_zero(e, ss_grad_at(e, b, e->layout.placements[i].offset), (size_t)p->spec.numel * element);
         } else { /* when no rank contributes, the transport leaves my segment as it is: that must be a sum of zeros */
             ss_piece_zero(e, i, false);
         }
@@ -350,6 +383,7 @@ static ss_code after_accumulate(ss_engine *e, int32_t i, ss_error *err)
     p->handing = p->accumulating = false;
     e->unsettled = true;
     bucket->adding -= bucket->adding > 0;
+    SS_TRY(note_stream(e, b, err));
     e->aborted_by_peer = false; /* a new window has begun */
     if (kind == SS_GRAD_NONE) { /* a hook of the user's took it */
         return ss_window_reconcile(e, i, false, err);
@@ -489,8 +523,8 @@ int ss_engine_local(ss_engine *e, int32_t i)
     int32_t b = e->layout.placements[i].bucket;
     bool local = (p->state == SS_LOCAL || p->state == SS_ZERO) && !p->carried && e->buckets[b].phase == SS_OPEN;
     if (local && p->state == SS_ZERO) { /* after zero_(): so far the zeros were only noted */
-        memset(ss_grad_at(e, b, e->layout.placements[i].offset), 0,
-               (size_t)p->spec.numel * ss_dtype_size(e->layout.buckets[b].grad_dtype));
+        ss_work_zero(e, ss_grad_at(e, b, e->layout.placements[i].offset),
+                     (size_t)p->spec.numel * ss_dtype_size(e->layout.buckets[b].grad_dtype));
     }
     pthread_mutex_unlock(&e->lock);
     return local;

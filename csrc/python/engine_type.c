@@ -75,13 +75,14 @@ static int check_indices(const EngineObject *self, const Py_buffer *view)
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *keywords[] = {"params", "names", "param_dtypes", "grad_dtypes", "transport",
-                               "bucket_bytes", "sharded", "accumulate", NULL};
-    PyObject *params, *names, *capsule;
+                               "bucket_bytes", "sharded", "accumulate", "device", NULL};
+    PyObject *params, *names, *capsule, *device_capsule = Py_None;
+    ss_device *device = NULL;
     Py_buffer param_dtypes, grad_dtypes;
     long long bucket_bytes;
     int sharded, accumulate;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!y*y*OLpi", keywords, &params, &PyList_Type, &names, &param_dtypes,
-                                     &grad_dtypes, &capsule, &bucket_bytes, &sharded, &accumulate)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!y*y*OLpi|O", keywords, &params, &PyList_Type, &names, &param_dtypes,
+                                     &grad_dtypes, &capsule, &bucket_bytes, &sharded, &accumulate, &device_capsule)) {
         return NULL;
     }
     EngineObject *self = NULL;
@@ -90,6 +91,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     Py_ssize_t n = PyList_GET_SIZE(names);
     ss_transport *transport = PyCapsule_GetPointer(capsule, SS_TRANSPORT_CAPSULE);
     if (transport == NULL) {
+        goto done;
+    }
+    if (device_capsule != Py_None && (device = PyCapsule_GetPointer(device_capsule, SS_DEVICE_CAPSULE)) == NULL) {
         goto done;
     }
     if (param_dtypes.len != n || grad_dtypes.len != n || PySequence_Size(params) != n) {
@@ -125,7 +129,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         goto done;
     }
     self->n_params = (int32_t)n;
-    self->shim = ss_shim_create(params, ss_raise_error);
+    self->shim = ss_shim_create(params, device == NULL, ss_raise_error);
     if (self->shim == NULL) {
         Py_CLEAR(self);
         goto done;
@@ -136,7 +140,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                                .names = c_names,
                                .bucket_bytes = bucket_bytes,
                                .sharded = sharded,
-                               .accumulate = accumulate};
+                               .accumulate = accumulate,
+                               .device = device};
     ss_framework framework = ss_shim_framework(self->shim);
     ss_error err = {0};
     /* From here on the engine owns the transport. */
@@ -262,9 +267,9 @@ static PyObject *engine_is_whole(EngineObject *self, PyObject *index)
 }
 
 /* A flat tensor of n elements, or None where there is no memory. */
-static PyObject *flat(void *data, ss_dtype dtype, int64_t n, ss_region *region)
+static PyObject *flat(const EngineObject *self, void *data, ss_dtype dtype, int64_t n, ss_region *region)
 {
-    return data != NULL ? ss_shim_flat(data, dtype, n, region) : Py_NewRef(Py_None);
+    return data != NULL ? ss_shim_flat(self->shim, data, dtype, n, region) : Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(slot_doc,
@@ -284,10 +289,10 @@ static PyObject *engine_slot(EngineObject *self, PyObject *index)
         Py_RETURN_NONE;
     }
     const ss_bucket_shape *shape = &ss_engine_layout(self->engine)->buckets[slot.bucket];
-    PyObject *piece_grad = flat(slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
-    PyObject *piece_param = flat(slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_grad = flat(self, slot.piece_grad, shape->grad_dtype, slot.piece.numel, slot.region);
+    PyObject *piece_param = flat(self, slot.piece_param, shape->param_dtype, slot.piece.numel, slot.region);
     PyObject *piece_master = slot.piece_master == NULL || slot.master_region != NULL
-                                 ? flat(slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
+                                 ? flat(self, slot.piece_master, SS_F32, slot.piece.numel, slot.master_region)
                                  : Py_XNewRef(piece_param);
     if (piece_grad == NULL || piece_param == NULL || piece_master == NULL) {
         Py_XDECREF(piece_grad);

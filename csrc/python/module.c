@@ -96,16 +96,21 @@ static void release_device(PyObject *capsule)
     ss_device_release(PyCapsule_GetPointer(capsule, SS_DEVICE_CAPSULE));
 }
 
+PyDoc_STRVAR(open_device_doc,
+             "open_device(name, kernels, torch_cuda) -> capsule\n\n"
+             "torch's device of that name, as \"cuda:0\", with the library of CUDA kernels at path `kernels`. `torch_cuda` is\n"
+             "torch.version.cuda.");
+
 static PyObject *open_device(PyObject *module, PyObject *args)
 {
     (void)module;
-    const char *name;
-    if (!PyArg_ParseTuple(args, "s", &name)) {
+    const char *name, *kernels, *torch_cuda;
+    if (!PyArg_ParseTuple(args, "ssz", &name, &kernels, &torch_cuda)) {
         return NULL;
     }
     ss_error err = {0};
     ss_device *device = NULL;
-    if (ss_shim_device(name, &device, &err) != SS_OK) {
+    if (ss_shim_device(name, kernels, torch_cuda, &device, &err) != SS_OK) {
         ss_raise_error(&err);
         return NULL;
     }
@@ -163,7 +168,7 @@ static PyMethodDef methods[] = {
     {"open_shm", open_shm, METH_VARARGS, open_shm_doc},
     {"shm_identity", shm_identity, METH_NOARGS, "A line that is equal for processes which can use open_shm together."},
     {"open_c10d", open_c10d, METH_VARARGS, open_c10d_doc},
-    {"open_device", open_device, METH_VARARGS, "open_device(name) -> capsule: torch's device of that name, as \"cuda:0\"."},
+    {"open_device", open_device, METH_VARARGS, open_device_doc},
     {"open_nccl", open_nccl, METH_VARARGS, open_nccl_doc},
     {"exchange", ss_py_exchange, METH_VARARGS, exchange_doc},
     {"fail", ss_py_fail, METH_VARARGS, fail_doc},

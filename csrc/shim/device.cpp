@@ -1,8 +1,8 @@
 // The device of csrc/core/device.h over torch's own: one implementation for every accelerator, through c10's device-generic
 // guard, so that nothing of CUDA is linked.
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
@@ -19,6 +19,7 @@ struct Device {
     ss_device base{}; // first: the C side holds a pointer to it
     c10::Device device;
     Guard guard;
+    ss_cuda kernels{};
     explicit Device(c10::Device d) : device(d), guard(d.type()) {}
 };
 
@@ -92,8 +93,19 @@ ss_code allocate(ss_device* device, size_t bytes, ss_region** region, ss_error* 
 ss_code zero(ss_device* device, void* at, size_t bytes, ss_error* err)
 {
     return guarded(device, "clearing device memory", err, [&](Device* d) {
-        const auto options = at::TensorOptions(d->device).dtype(at::kByte);
-        at::from_blob(at, {static_cast<int64_t>(bytes)}, options).zero_();
+        at::NoGradGuard no_grad;
+        at::from_blob(at, {static_cast<int64_t>(bytes)}, {1}, [](void*) {}, at::TensorOptions(d->device).dtype(at::kByte),
+                      d->device).zero_();
+    });
+}
+
+ss_code read(ss_device* device, void* to, const void* from, size_t bytes, ss_error* err)
+{
+    return guarded(device, "reading device memory", err, [&](Device* d) {
+        const auto n = static_cast<int64_t>(bytes);
+        at::Tensor there = at::from_blob(const_cast<void*>(from), {n}, {1}, [](void*) {},
+                                         at::TensorOptions(d->device).dtype(at::kByte), d->device);
+        at::from_blob(to, {n}, at::TensorOptions().dtype(at::kByte)).copy_(there);
     });
 }
 
@@ -144,22 +156,29 @@ ss_code done(ss_device* device, ss_event* event, int* done, ss_error* err)
                    [&](Device* d) { *done = d->guard.queryEvent(reinterpret_cast<Event*>(event)->made); });
 }
 
-void destroy(ss_device* device) { delete of(device); }
+void destroy(ss_device* device)
+{
+    ss_cuda_unload(&of(device)->kernels);
+    delete of(device);
+}
 
 const ss_device_ops kOps = {
-    sizeof(ss_device_ops), "torch", enter, leave, allocate, zero, current, new_stream, new_event, free_event, record, wait, done,
+    sizeof(ss_device_ops), "torch", enter, leave, allocate, zero, read, current, new_stream, new_event, free_event, record, wait, done,
     destroy,
 };
 
 } // namespace
 
-extern "C" ss_code ss_shim_device(const char* name, ss_device** device, ss_error* err)
+extern "C" ss_code ss_shim_device(const char* name, const char* kernels, const char* torch_cuda, ss_device** device,
+                                  ss_error* err)
 {
     try {
-        auto* made = new Device(c10::Device(std::string(name)));
+        auto made = std::make_unique<Device>(c10::Device(std::string(name)));
+        SS_TRY(ss_cuda_load(kernels, torch_cuda, &made->kernels, err));
         made->base.ops = &kOps;
+        made->base.kernels = &made->kernels;
         made->base.references = 1;
-        *device = &made->base;
+        *device = &made.release()->base;
         return SS_OK;
     } catch (const std::exception& e) {
         return ss_fail(err, SS_ERR_USAGE, "no device %s: %s", name, e.what());

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 
 using namespace ss_shim_private;
 
@@ -27,7 +28,7 @@ Param& at_ctx(void* ctx, int32_t i)
     show(p);
     return p;
 }
-const ss_kernels* kernels_of(void* ctx) { return static_cast<ss_shim*>(ctx)->kernels; }
+const ss_shim* shim_of(void* ctx) { return static_cast<ss_shim*>(ctx); }
 
 ss_grad_kind kind(void* ctx, int32_t i)
 {
@@ -92,10 +93,10 @@ bool fold_elements(const ss_kernels* kernels, const at::Tensor& dst, const at::T
 }
 
 // dst := grad or dst += grad, with dst a plain dense tensor.
-void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& grad, bool add = false)
+void fold_gradient(const ss_shim* shim, at::Tensor dst, const at::Tensor& grad, bool add = false)
 {
     TORCH_CHECK(grad.sizes() == dst.sizes(), "its gradient has shape ", grad.sizes(), ", the parameter ", dst.sizes());
-    if (same_memory_order(grad, dst) && dst.is_cpu() && fold_elements(kernels, dst, grad, add)) {
+    if (shim->host && same_memory_order(grad, dst) && fold_elements(shim->kernels, dst, grad, add)) {
         return;
     }
     at::NoGradGuard no_grad;
@@ -104,6 +105,14 @@ void fold_gradient(const ss_kernels* kernels, at::Tensor dst, const at::Tensor& 
     } else {
         dst.copy_(grad.is_sparse() ? grad.detach().to_dense() : grad.detach());
     }
+}
+
+// On the current stream.
+void copy_bytes(const ss_shim* shim, void* to, const void* from, size_t bytes)
+{
+    at::NoGradGuard no_grad;
+    const auto n = static_cast<int64_t>(bytes);
+    over_memory(shim, to, at::kByte, {n}, {1}, nullptr).copy_(over_memory(shim, from, at::kByte, {n}, {1}, nullptr));
 }
 
 // Of what the engine counts as an element: of a complex number it has two.
@@ -131,7 +140,7 @@ int casts(void* ctx, int32_t i)
 ss_code fold(void* ctx, int32_t i, bool add, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    return guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.variable.grad(), add); });
+    return guarded(err, [&] { fold_gradient(shim_of(ctx), p.slot, p.variable.grad(), add); });
 }
 
 ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst, ss_error* err)
@@ -141,11 +150,16 @@ ss_code fold_piece(void* ctx, int32_t i, int64_t begin, int64_t numel, void* dst
         at::Tensor grad = p.variable.grad();
         if (!same_memory_order(grad, p.slot) || grad.scalar_type() != p.slot.scalar_type()) {
             at::Tensor whole = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-            fold_gradient(kernels_of(ctx), whole, grad);
+            fold_gradient(shim_of(ctx), whole, grad);
             grad = whole;
         }
         size_t size = element_size(grad);
-        std::memcpy(dst, static_cast<const char*>(grad.data_ptr()) + begin * size, numel * size);
+        const char* from = static_cast<const char*>(grad.data_ptr()) + begin * size;
+        if (shim_of(ctx)->host) {
+            std::memcpy(dst, from, numel * size);
+        } else {
+            copy_bytes(shim_of(ctx), dst, from, numel * size);
+        }
     });
 }
 
@@ -154,7 +168,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
     Param& p = at_ctx(ctx, i);
     return guarded(err, [&] {
         at::Tensor late = at::empty_strided(p.slot.sizes(), p.slot.strides(), p.slot.options());
-        fold_gradient(kernels_of(ctx), late, p.variable.grad());
+        fold_gradient(shim_of(ctx), late, p.variable.grad());
         if (p.beside.defined()) {
             at::NoGradGuard no_grad;
             p.beside.add_(late);
@@ -167,7 +181,7 @@ ss_code add_beside(void* ctx, int32_t i, ss_error* err)
 ss_code fold_beside(void* ctx, int32_t i, ss_error* err)
 {
     Param& p = at_ctx(ctx, i);
-    ss_code code = guarded(err, [&] { fold_gradient(kernels_of(ctx), p.slot, p.beside); });
+    ss_code code = guarded(err, [&] { fold_gradient(shim_of(ctx), p.slot, p.beside); });
     p.beside.reset();
     return code;
 }
@@ -176,17 +190,26 @@ void drop_beside(void* ctx, int32_t i) { at_ctx(ctx, i).beside.reset(); }
 
 // What users hold of p's gradient gets memory of its own, with elements [begin, begin + numel) of the slot in it. Returns
 // a tensor over the slot.
-at::Tensor separate(Param& p, int64_t begin, int64_t numel)
+at::Tensor separate(const ss_shim* shim, Param& p, int64_t begin, int64_t numel)
 {
     c10::StorageImpl* storage = p.slot.storage().unsafeGetStorageImpl();
     size_t bytes = storage->nbytes(), element = element_size(p.slot);
-    char* memory = static_cast<char*>(std::calloc(1, bytes));  // pages that stay zero cost nothing
-    if (memory == nullptr) {
-        throw std::bad_alloc();
-    }
-    std::memcpy(memory + begin * element, static_cast<const char*>(p.slot.const_data_ptr()) + begin * element, numel * element);
-    at::DataPtr slot = storage->set_data_ptr(at::DataPtr(memory, memory, std::free, at::kCPU));
+    const char* from = static_cast<const char*>(p.slot.const_data_ptr()) + begin * element;
     at::NoGradGuard no_grad;
+    at::DataPtr memory;
+    if (shim->host) {
+        char* zeros = static_cast<char*>(std::calloc(1, bytes));  // pages that stay zero cost nothing
+        if (zeros == nullptr) {
+            throw std::bad_alloc();
+        }
+        std::memcpy(zeros + begin * element, from, numel * element);
+        memory = at::DataPtr(zeros, zeros, std::free, at::kCPU);
+    } else {
+        at::Tensor zeros = at::zeros({static_cast<int64_t>(bytes)}, p.slot.options().dtype(at::kByte));
+        copy_bytes(shim, static_cast<char*>(zeros.data_ptr()) + begin * element, from, numel * element);
+        memory = zeros.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, shim->device));
+    }
+    at::DataPtr slot = storage->set_data_ptr(std::move(memory));
     at::Tensor over = at::empty({0}, p.slot.options());
     over.set_(at::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(slot), nullptr, false), 0, p.slot.sizes(),
               p.slot.strides());
@@ -203,7 +226,7 @@ ss_code dropped(void* ctx, int32_t i, ss_kept kept, int64_t begin, int64_t numel
     PyGILState_STATE gil = PyGILState_Ensure();
     ss_code code = guarded(err, [&] {
         at::Storage held = p.slot.storage();
-        at::Tensor slot = separate(p, begin, numel);
+        at::Tensor slot = separate(shim, p, begin, numel);
         if (kept == SS_KEPT_PIECE || kept == SS_KEPT_NOTHING) {
             p.pieces.erase(std::remove_if(p.pieces.begin(), p.pieces.end(), [](const auto& w) { return w.expired(); }),
                            p.pieces.end());
@@ -221,6 +244,29 @@ ss_code dropped(void* ctx, int32_t i, ss_kept kept, int64_t begin, int64_t numel
     });
     PyGILState_Release(gil);
     return code;
+}
+
+// On a device: torch's own reductions.
+ss_code partial_norm(void* ctx, const void* x, const ss_param_spec* spec, int64_t n, double order, double* partial,
+                     ss_error* err)
+{
+    return guarded(err, [&] {
+        at::NoGradGuard no_grad;
+        const at::ScalarType dtype = spec->grad_dtype == SS_F64 ? at::kDouble : at::kFloat;
+        const bool largest = order == std::numeric_limits<double>::infinity(), least = order == -std::numeric_limits<double>::infinity();
+        if (n == 0) {
+            *partial = least ? std::numeric_limits<double>::infinity() : 0.0;
+            return;
+        }
+        at::Tensor values = over_memory(shim_of(ctx), x, dtype, {n}, {1}, nullptr).to(at::kDouble);
+        values = spec->pairs ? at::view_as_complex(values.view({n / 2, 2})).abs() : values.abs();
+        at::Tensor result = largest       ? values.max()
+                            : least       ? values.min()
+                            : order == 0.0 ? values.ne(0).sum().to(at::kDouble)
+                            : order == 1.0 ? values.sum()
+                                           : values.pow(order).sum();
+        *partial = result.item<double>();
+    });
 }
 
 }  // namespace
@@ -245,9 +291,9 @@ extern "C" {
 
 ss_framework ss_shim_framework(ss_shim* shim)
 {
-    return ss_framework{shim,       kind,       wants_place, bind,        unbind,  casts,   fold,
-                        fold_piece, add_beside, fold_beside, drop_beside, written, dropped, ss_shim_span_begin,
-                        ss_shim_span_end};
+    return ss_framework{shim,       kind,       wants_place, bind,    unbind,  casts,        fold,
+                        fold_piece, add_beside, fold_beside, drop_beside, written, dropped, partial_norm,
+                        ss_shim_span_begin, ss_shim_span_end};
 }
 
 }  // extern "C"

@@ -165,19 +165,6 @@ at::ScalarType scalar_type(ss_dtype dtype)
     return at::kFloat;
 }
 
-at::Tensor over_memory(void* data, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, ss_region* region)
-{
-    ss_region_retain(region);
-    return at::from_blob(data, sizes, strides, [region](void*) { ss_region_release(region); },
-                         at::TensorOptions().dtype(dtype));
-}
-
-// The dtype of a tensor over memory of `dtype`: of pairs where the parameter is complex.
-at::ScalarType whole_type(ss_dtype dtype, const ss_param_spec& spec)
-{
-    return spec.pairs ? c10::toComplexType(scalar_type(dtype)) : scalar_type(dtype);
-}
-
 // The elements of `values` in the order of memory of a dense tensor with these strides, flat.
 at::Tensor in_memory_order(const at::Tensor& values, at::IntArrayRef strides)
 {
@@ -206,15 +193,16 @@ bool bring_home(Param& p)
 }
 
 // Copies the parameter's values into its bucket and points it there.
-void move_values(at::Tensor& variable, at::IntArrayRef strides, const ss_slot& slot, const ss_param_spec& spec)
+void move_values(const ss_shim* shim, at::Tensor& variable, at::IntArrayRef strides, const ss_slot& slot,
+                 const ss_param_spec& spec)
 {
     at::Tensor values = variable.detach();
     if (slot.master_region != nullptr && slot.piece.numel > 0) {
-        at::Tensor master = over_memory(slot.piece_master, at::kFloat, {slot.piece.numel}, {1}, slot.master_region);
+        at::Tensor master = over_memory(shim, slot.piece_master, at::kFloat, {slot.piece.numel}, {1}, slot.master_region);
         master.copy_(in_memory_order(values, strides).narrow(0, slot.piece.in_param, slot.piece.numel));
     }
-    at::Tensor param = over_memory(slot.param, whole_type(spec.param_dtype, spec), values.sizes(), strides, slot.region);
-    if (same_memory_order(values, param) && values.scalar_type() == param.scalar_type()) {
+    at::Tensor param = over_memory(shim, slot.param, whole_type(spec.param_dtype, spec), values.sizes(), strides, slot.region);
+    if (shim->host && same_memory_order(values, param) && values.scalar_type() == param.scalar_type()) {
         std::memcpy(slot.param, values.const_data_ptr(), values.nbytes());
     } else {
         param.copy_(values);
@@ -253,9 +241,24 @@ void hook(ss_shim* shim, int32_t i)
 
 }  // namespace
 
+at::ScalarType ss_shim_private::whole_type(ss_dtype dtype, const ss_param_spec& spec)
+{
+    return spec.pairs ? c10::toComplexType(scalar_type(dtype)) : scalar_type(dtype);
+}
+
+at::Tensor ss_shim_private::over_memory(const ss_shim* shim, const void* data, at::ScalarType dtype, at::IntArrayRef sizes,
+                                        at::IntArrayRef strides, ss_region* region)
+{
+    if (region != nullptr) {
+        ss_region_retain(region);
+    }
+    return at::from_blob(const_cast<void*>(data), sizes, strides, [region](void*) { ss_region_release(region); },
+                         at::TensorOptions().dtype(dtype).device(shim->device), shim->device);
+}
+
 extern "C" {
 
-ss_shim* ss_shim_create(PyObject* params, ss_raise raise)
+ss_shim* ss_shim_create(PyObject* params, int host, ss_raise raise)
 {
     PyObject* list = PySequence_Fast(params, "parameters must be a sequence");
     if (list == nullptr) {
@@ -264,6 +267,7 @@ ss_shim* ss_shim_create(PyObject* params, ss_raise raise)
     auto shim = std::make_unique<ss_shim>();
     shim->link = std::make_shared<Link>();
     shim->link->raise = raise;
+    shim->host = host != 0;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
     shim->params.resize(n);
     for (Py_ssize_t i = 0; i < n; i++) {
@@ -274,6 +278,7 @@ ss_shim* ss_shim_create(PyObject* params, ss_raise raise)
             return nullptr;
         }
         shim->params[i].variable = THPVariable_Unpack(item);
+        shim->device = shim->params[i].variable.device();
     }
     Py_DECREF(list);
     return shim.release();
@@ -325,9 +330,9 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
         at::Tensor dense = p.variable.is_non_overlapping_and_dense() ? p.variable.detach()
                                                                      : at::empty(p.variable.sizes(), p.variable.options());
         if (slot->param != nullptr) {
-            move_values(p.variable, dense.strides(), *slot, *spec);
+            move_values(shim, p.variable, dense.strides(), *slot, *spec);
         }
-        p.slot = over_memory(slot->grad, whole_type(spec->grad_dtype, *spec), dense.sizes(), dense.strides(), slot->region);
+        p.slot = over_memory(shim, slot->grad, whole_type(spec->grad_dtype, *spec), dense.sizes(), dense.strides(), slot->region);
         if (p.slot.scalar_type() != p.variable.scalar_type()) {
             allow_any_grad_dtype(p.variable);
         }
@@ -394,10 +399,10 @@ int32_t ss_shim_moved(ss_shim* shim, int in_bucket)
     return -1;
 }
 
-PyObject* ss_shim_flat(void* data, ss_dtype dtype, int64_t n, ss_region* region)
+PyObject* ss_shim_flat(ss_shim* shim, void* data, ss_dtype dtype, int64_t n, ss_region* region)
 {
     try {
-        return THPVariable_Wrap(over_memory(data, scalar_type(dtype), {n}, {1}, region));
+        return THPVariable_Wrap(over_memory(shim, data, scalar_type(dtype), {n}, {1}, region));
     } catch (const std::exception& e) {
         PyErr_SetString(PyExc_RuntimeError, e.what());
         return nullptr;

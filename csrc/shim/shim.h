@@ -21,8 +21,9 @@ typedef void (*ss_raise)(const ss_error *err);
 /* The hooks and gradients of one model's parameters. */
 typedef struct ss_shim ss_shim;
 
-/* `params` is a sequence of n tensors, kept alive until ss_shim_destroy. NULL with a Python exception on failure. */
-ss_shim *ss_shim_create(PyObject *params, ss_raise raise);
+/* `params` is a sequence of n tensors, kept alive until ss_shim_destroy. `host`: see shim_private.hpp. NULL with a Python
+   exception on failure. */
+ss_shim *ss_shim_create(PyObject *params, int host, ss_raise raise);
 /* Hooks become inert and parameters are let go; the hooks' memory follows when autograd drops the nodes. */
 void ss_shim_destroy(ss_shim *shim);
 
@@ -65,11 +66,12 @@ void ss_shim_hide_low_gradients(ss_shim *shim, int hide);
    (`in_bucket`) and have been given other memory are brought back, with the values that they have there. */
 int32_t ss_shim_moved(ss_shim *shim, int in_bucket);
 
-/* The device (core/device.h) that torch calls `name` ("cuda:0"), with one reference. */
-ss_code ss_shim_device(const char *name, ss_device **device, ss_error *err);
+/* The device (core/device.h) that torch calls `name` ("cuda:0"), with one reference, and the kernels from the library at
+   `kernels`; see ss_cuda_load. */
+ss_code ss_shim_device(const char *name, const char *kernels, const char *torch_cuda, ss_device **device, ss_error *err);
 
 /* A new flat tensor over `n` elements at `data`, holding a reference to the region. */
-PyObject *ss_shim_flat(void *data, ss_dtype dtype, int64_t n, ss_region *region);
+PyObject *ss_shim_flat(ss_shim *shim, void *data, ss_dtype dtype, int64_t n, ss_region *region);
 
 #ifdef __cplusplus
 }

@@ -72,6 +72,13 @@ inline bool same_memory_order(const at::Tensor& a, const at::Tensor& b)
            a.strides() == b.strides() && !a.is_conj() && !a.is_neg();
 }
 
+// A tensor over foreign memory that holds a reference to the region (which may be null).
+at::Tensor over_memory(const ss_shim* shim, const void* data, at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides,
+                       ss_region* region);
+
+// The dtype of a tensor over memory of `dtype`: of pairs where the parameter is complex.
+at::ScalarType whole_type(ss_dtype dtype, const ss_param_spec& spec);
+
 // Makes the tensor to bind over p.slot, and notes that only we hold it. Needs the interpreter's lock; throws.
 void bind_new(ss_shim* shim, int32_t i);
 
@@ -84,6 +91,9 @@ inline bool more(const Holders& a, const Holders& b)
 
 struct ss_shim {
     ss_shim_private::LinkPtr link;
+    // Memory is the host's and work on it is done when a call returns. Else all of it is torch's work, on the current stream.
+    bool host = true;
+    at::Device device = at::kCPU;  // as torch calls it
     const ss_kernels* kernels = ss_kernels_get(nullptr);
     std::vector<ss_shim_private::Param> params;
     PyObject* guard = nullptr;  // see ss_shim_settle

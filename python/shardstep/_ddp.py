@@ -408,10 +408,10 @@ def _check_module(module: nn.Module, members: "list[nn.Parameter]", device_ids: 
     if len(types) != 1:
         raise ValueError("DistributedDataParallel's input module must be on the same type of devices, but input module "
                          f"parameters locate in {types}.")
-    if device_ids or output_device is not None:
+    if types == {"cpu"} and (device_ids or output_device is not None):
         raise ValueError(
-            "DistributedDataParallel device_ids and output_device arguments only work with GPU modules; this release trains on "
-            f"CPU, so leave them out (got device_ids {device_ids}, output_device {output_device})"
+            "DistributedDataParallel device_ids and output_device arguments only work with GPU modules; this is on the CPU, "
+            f"so leave them out (got device_ids {device_ids}, output_device {output_device})"
         )
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in members):
         raise RuntimeError("Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "

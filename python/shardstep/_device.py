@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable
+import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from shardstep import _C
+from shardstep._errors import UsageError
 
 
 class Device(NamedTuple):
@@ -16,9 +19,27 @@ class Device(NamedTuple):
     identity: str  # equal for ranks that use the same one
 
 
-def device_of(parameters: "Iterable[torch.Tensor]") -> "Device | None":
-    """The accelerator that the parameters are on; None for the CPU, which needs none of this."""
-    return None
+def device_of(names: "list[str]", parameters: "list[torch.Tensor]") -> "Device | None":
+    """The accelerator that all parameters are on; None for the CPU, which needs none of this.
+
+    Raises:
+        UsageError: they are on several devices.
+        TransportError: the CUDA kernels cannot be used here.
+    """
+    if not parameters:
+        return None
+    device = parameters[0].device
+    for name, parameter in zip(names, parameters):
+        if parameter.device != device:
+            raise UsageError(
+                f"parameter {names[0]!r} is on {device} and parameter {name!r} on {parameter.device}; a wrapped model lives on "
+                "one device"
+            )
+    if device.type == "cpu":
+        return None
+    kernels = Path(__file__).with_name("_cuda.so")
+    capsule = _C.open_device(str(device), str(kernels), torch.version.cuda)
+    return Device(capsule, f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}")
 
 
 def nccl_library() -> "str | None":

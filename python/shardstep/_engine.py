@@ -168,6 +168,7 @@ class Engine:
             bucket_bytes=self._bucket_bytes,
             sharded=sharded,
             accumulate=accumulate,
+            device=self.device.capsule if self.device is not None else None,
         )
         self._release_group = weakref.finalize(self, self.group.release)
         self._release_group.atexit = False
@@ -215,12 +216,15 @@ class Engine:
             raise UsageError("ignored_params must be parameters of the model")
 
     def _find_device(self, transport: str) -> None:
-        self.device = _device.device_of(self.params)
+        self.device = _device.device_of(self.names, self.params)
+        self.where = self.params[0].device if self.params else torch.device("cpu")
         if transport == "nccl" and self.device is None:
             raise UsageError(
-                "transport='nccl' moves tensors between GPUs, and this model is on the CPU; move the model to a GPU first, or use "
-                "transport='auto' ('shm' and 'c10d' are for the CPU)"
+                "transport='nccl' moves tensors between GPUs, and this model is on the CPU; move the model to a GPU first, or "
+                "use transport='auto' ('shm' and 'c10d' are for the CPU)"
             )
+        if transport in ("shm", "c10d") and self.device is not None:
+            raise UsageError(f"transport={transport!r} is for models on the CPU; for one on a GPU use 'nccl' or 'auto'")
 
     def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor]") -> None:
         self.ignored = {id(p) for p in ignored}
@@ -632,8 +636,8 @@ def _flat_view(dense: torch.Tensor) -> torch.Tensor:
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded")
-    if not parameter.is_cpu:
-        raise UsageError(f"parameter {name!r} is on {parameter.device}; this release trains on CPU only")
+    if not (parameter.is_cpu or parameter.is_cuda):
+        raise UsageError(f"parameter {name!r} is on {parameter.device}; shardstep trains on CPUs and CUDA GPUs")
     if not parameter.is_leaf:
         raise UsageError(f"parameter {name!r} is not a leaf of autograd's graph")
     if isinstance(parameter, nn.parameter.UninitializedTensorMixin):

@@ -196,7 +196,7 @@ def _norm_value(guard: ShardedGradient, order: Any) -> torch.Tensor:
     else:
         value = _engine_of(guard).norm(guard._index, float(order))
     with Plain():
-        return torch.tensor(value, dtype=guard.dtype.to_real())
+        return torch.tensor(value, dtype=guard.dtype.to_real(), device=guard.device)
 
 
 def _vector_norm(func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:

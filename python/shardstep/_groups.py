@@ -201,7 +201,7 @@ def _open_nccl(group: Group, timeout: float, device: Device) -> Any:
 def open_transport(kind: str, group: Group, timeout: float, device: "Device | None" = None) -> Any:
     """The transport ``kind`` as a capsule for ``_C.Engine``; for tensors on ``device``, None being the CPU. Collective; every
     rank gets the same kind."""
-    if kind == "nccl" and device is not None:
+    if device is not None:
         return _open_nccl(group, timeout, device)
     if kind == "c10d":
         return _open_c10d(group, timeout)

@@ -32,7 +32,7 @@ class FusedRule:
         self.engine = owner.engine
         self.kind = SGD if type(owner.wrapped) is torch.optim.SGD else ADAM
         #: Updates made so far; for SGD of those with momentum, so that 0 is a buffer that the next one will fill.
-        self.steps = torch.zeros(len(self.engine.params), dtype=torch.float32)
+        self.steps = torch.zeros(len(self.engine.params), dtype=torch.float32, device=self.engine.where)
         self.flat: dict[str, dict[int, torch.Tensor]] = {name: {} for name in STATE_NAMES[self.kind]}
         self.groups = array.array("i", [-1]) * len(self.engine.params)
         self._made: list[tuple[str, ...]] = []  # by group: the kinds of state that its members have
@@ -57,7 +57,7 @@ class FusedRule:
         flat = self.flat[name].get(bucket)
         if flat is None:
             segment = self.engine.core.buckets()[bucket]["segment"]
-            flat = self.flat[name][bucket] = torch.zeros(segment, dtype=torch.float32)
+            flat = self.flat[name][bucket] = torch.zeros(segment, dtype=torch.float32, device=self.engine.where)
             self._addresses = None
         return flat
 
@@ -91,7 +91,9 @@ class FusedRule:
             for index in {self.groups[i] for i in shape["members"]} - {-1}:
                 for name in wanted[index]:
                     if bucket not in self.flat[name]:
-                        self.flat[name][bucket] = torch.zeros(shape["segment"], dtype=torch.float32)
+                        self.flat[name][bucket] = torch.zeros(
+                            shape["segment"], dtype=torch.float32, device=self.engine.where
+                        )
         for index, names in enumerate(self._made[: len(wanted)]):
             if names != wanted[index]:
                 for parameter in groups[index]["params"]:

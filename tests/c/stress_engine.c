@@ -346,7 +346,7 @@ static void *run_rank(void *argument)
     ss_engine_config config = {.size = sizeof config, .n_params = PARAMS, .specs = specs, .names = names,
                                .bucket_bytes = 1200, .sharded = 1, .accumulate = 1};
     ss_framework calls = {&f,   kind_of,    wants_place, bind_grad,   unbind_grad, casts,
-                          fold, fold_piece, add_beside,  fold_beside, drop_beside, written, dropped, NULL, NULL};
+                          fold, fold_piece, add_beside,  fold_beside, drop_beside, written, dropped, NULL, NULL, NULL};
     MUST(ss_engine_create(&config, transport, ss_kernels_get(NULL), &calls, NULL, &f.engine, &err));
     MUST(ss_engine_place(f.engine, all, kinds, PARAMS, &err));
     MUST(ss_engine_set_divide_factor(f.engine, 1.0, &err));

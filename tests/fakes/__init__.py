@@ -16,8 +16,12 @@ import subprocess
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SOURCES = [*(ROOT / "tests/fakes" / name for name in ("device_double.c", "nccl_double.c")), ROOT / "csrc/core/status.c"]
-FLAGS = "-std=c11 -O2 -fPIC -shared -pthread -fvisibility=hidden -Wall -Wextra -Werror".split()
+FAKES = ROOT / "tests/fakes"
+C = "gcc -std=c11 -O2".split()
+CPP = "g++ -std=c++20 -O1 -ffp-contract=off -fno-math-errno -fno-trapping-math -D_GLIBCXX_USE_CXX11_ABI=1 -x c++".split()
+COMMON = f"-fPIC -pthread -fvisibility=hidden -Wall -Wextra -Werror -I{ROOT / 'csrc'} -I{ROOT / 'cuda'} -I{FAKES}".split()
+SOURCES = [FAKES / "device_double.c", FAKES / "nccl_double.c", FAKES / "kernels_double.cpp", FAKES / "torch_stream.cpp",
+           ROOT / "csrc/core/status.c", *sorted((ROOT / "cuda").glob("*.cu"))]
 
 
 class Counts(ctypes.Structure):
@@ -25,7 +29,7 @@ class Counts(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_int) for name in (
         "version", "busy", "fail_at", "groups", "collectives", "largest_group", "mem_alloc", "mem_free", "registered",
-        "deregistered", "windows", "windows_gone", "finalized", "destroyed", "aborted", "outside_group", "errors")]
+        "deregistered", "windows", "windows_gone", "finalized", "destroyed", "aborted", "outside_group", "errors", "ahead")]
 
     def since(self, before: "dict[str, int]") -> "dict[str, int]":
         return {name: value - before[name] for name, value in self.now().items()}
@@ -36,19 +40,36 @@ class Counts(ctypes.Structure):
 
 @functools.cache
 def library() -> pathlib.Path:
-    """Both doubles as one shared library, kept by the hash of its sources."""
-    digest = hashlib.sha256(repr(FLAGS).encode())
-    for path in (*SOURCES, ROOT / "tests/fakes/doubles.h", *sorted((ROOT / "csrc/core").glob("*.h"))):
+    """All doubles as one shared library, kept by the hash of its sources."""
+    import torch
+
+    package = pathlib.Path(torch.__file__).parent
+    headers = [*FAKES.glob("*.h"), *(ROOT / "cuda").glob("*.h"), *(ROOT / "csrc").glob("[ck]*/*.h")]
+    digest = hashlib.sha256(repr((C, CPP, COMMON, torch.__version__)).encode())
+    for path in sorted([*SOURCES, *headers]):
         digest.update(path.read_bytes())
     folder = pathlib.Path(tempfile.gettempdir()) / f"shardstep-doubles-{os.getuid()}-{digest.hexdigest()[:16]}"
     made = folder / "libdoubles.so"
-    if not made.exists():
-        folder.mkdir(exist_ok=True, mode=0o700)
-        building = folder / f"{os.getpid()}.so"
-        command = ["gcc", *FLAGS, f"-I{ROOT / 'csrc'}", "-o", str(building), *map(str, SOURCES)]
-        built = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert built.returncode == 0, built.stderr
-        building.rename(made)
+    if made.exists():
+        return made
+    folder.mkdir(exist_ok=True, mode=0o700)
+    include = ["-isystem", str(package / "include")]
+    building = []
+    for number, source in enumerate(SOURCES):
+        compiler = C if source.suffix == ".c" else [*CPP, *(include if source.name == "torch_stream.cpp" else [])]
+        target = folder / f"{os.getpid()}-{number}.o"
+        command = [*compiler, *COMMON, "-c", str(source), "-o", str(target)]
+        building.append((target, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+    for _, process in building:
+        _, messages = process.communicate(timeout=120)
+        assert process.returncode == 0, messages
+    linked = folder / f"{os.getpid()}.so"
+    objects = [str(target) for target, _ in building]
+    libraries = [f"-L{package / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{package / 'lib'}"]
+    subprocess.run(["g++", "-shared", "-pthread", "-o", str(linked), *objects, *libraries], check=True, timeout=60)
+    linked.rename(made)
+    for target in objects:
+        os.unlink(target)
     return made
 
 
@@ -76,7 +97,7 @@ def gpus(rank: int, identity: "str | None" = None, library_path: "str | None" = 
 
     real, named = _device.device_of, os.environ.get("SHARDSTEP_NCCL")
     double = _device.Device(device(), identity or f"double of a GPU {rank}")
-    _device.device_of = lambda parameters: double
+    _device.device_of = lambda names, parameters: double
     os.environ["SHARDSTEP_NCCL"] = library_path or str(library())
     try:
         yield nccl()
@@ -99,3 +120,13 @@ def wrap(rank: int, *arguments, transport: str, **options):
 
     with gpus_for(transport, rank):
         return shardstep.wrap(*arguments, transport=transport, **options)
+
+
+@contextlib.contextmanager
+def stream(number: int):
+    """What this thread's torch does meanwhile counts as work on that stream of the device's double."""
+    before = loaded().dd_set_current(number)
+    try:
+        yield
+    finally:
+        loaded().dd_set_current(before)

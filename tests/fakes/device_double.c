@@ -11,12 +11,19 @@
 #include "core/device.h"
 #include "doubles.h"
 
-enum { HOST = 0, MAX_STREAMS = 4096 };
+enum { DEFAULT = 0, MAX_STREAMS = 4096, FRAMEWORKS = 8 };
 #define IDLE_NS 30000000L /* after which the device goes on by itself */
+
+/* torch's work is done at once, so that it would be seen even where nothing orders it. Hence a count of what each of its streams
+   has got, and, for every stream, how much of that its own work comes after. */
+typedef struct {
+    uint64_t of[FRAMEWORKS];
+} seen;
 
 struct ss_event {
     dd_stream *stream; /* where it was recorded last */
     uint64_t recorded, reached;
+    seen seen;
 };
 
 typedef struct operation operation;
@@ -32,6 +39,8 @@ struct operation {
 struct dd_stream {
     int id;
     operation *first, **end;
+    bool frameworks;
+    seen seen;
     bool running; /* some thread ends its first operation */
 };
 
@@ -40,12 +49,14 @@ static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 static dd_stream streams[MAX_STREAMS];
 static int n_streams;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static _Thread_local int current = HOST;
+static _Thread_local int current = DEFAULT;
 static struct {
     char *begin;
     size_t bytes;
 } known[4096];
-static atomic_int allocations, releases;
+static atomic_int allocations, releases, reads;
+static atomic_int ignored; /* for tests of the double itself: bit 0: waits of streams of the library's own count for nothing, bit 1:
+                              those of the framework's streams */
 
 static struct timespec now(void)
 {
@@ -79,7 +90,6 @@ static void advance(dd_stream *s)
         if (o->event == NULL) {
             if (!o->started) {
                 o->started = true;
-                o->since = now();
                 o->work->start(o->work);
             }
             return;
@@ -87,10 +97,16 @@ static void advance(dd_stream *s)
         if (!o->record && o->event->reached < o->version) {
             return;
         }
-        if (o->record && o->event->reached < o->version) {
+        bool mark = o->record && o->event->reached < o->version;
+        if (mark) {
             o->event->reached = o->version;
         }
         pop(s);
+        for (int k = 0; mark && k < n_streams; k++) { /* which may have waited for it */
+            if (&streams[k] != s) {
+                advance(&streams[k]);
+            }
+        }
     }
 }
 
@@ -137,7 +153,7 @@ static void *go_on(void *unused)
         for (int k = 0; k < n_streams; k++) {
             dd_stream *s = &streams[k];
             advance(s);
-            if (!s->running && s->first != NULL && s->first->event == NULL && since_ns(s->first->since) > IDLE_NS) {
+            if (!s->running && s->first != NULL && since_ns(s->first->since) > IDLE_NS) {
                 step(s);
             }
         }
@@ -146,10 +162,10 @@ static void *go_on(void *unused)
     return NULL;
 }
 
-static dd_stream *add_stream(void)
+static dd_stream *add_stream(bool frameworks)
 {
     dd_stream *s = &streams[n_streams];
-    *s = (dd_stream){.id = n_streams++};
+    *s = (dd_stream){.id = n_streams++, .frameworks = frameworks};
     s->end = &s->first;
     return s;
 }
@@ -158,7 +174,9 @@ static void begin(void)
 {
     pthread_t thread;
     pthread_mutex_lock(&lock);
-    add_stream();
+    for (int k = 0; k < FRAMEWORKS; k++) {
+        add_stream(true);
+    }
     pthread_mutex_unlock(&lock);
     pthread_create(&thread, NULL, go_on, NULL);
     pthread_detach(thread);
@@ -166,9 +184,36 @@ static void begin(void)
 
 static void append(dd_stream *s, operation *o)
 {
+    o->since = now();
     *s->end = o;
     s->end = &o->next;
     advance(s);
+}
+
+static void flush(dd_stream *s)
+{
+    while (s->first != NULL) {
+        step(s);
+    }
+}
+
+void dd_flush(void)
+{
+    pthread_mutex_lock(&lock);
+    if (current < FRAMEWORKS) {
+        streams[current].seen.of[current]++;
+    }
+    flush(&streams[current]);
+    pthread_mutex_unlock(&lock);
+}
+
+void dd_flush_all(void)
+{
+    pthread_mutex_lock(&lock);
+    for (int k = 0; k < n_streams; k++) {
+        flush(&streams[k]);
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 void dd_enqueue(dd_stream *s, dd_work *work)
@@ -218,11 +263,38 @@ int dd_knows(const void *begin, size_t bytes)
     return found;
 }
 
+/* What a region's memory has to wait for before it is somebody else's: what the current stream has got. */
+typedef struct {
+    dd_work work;
+    void *base;
+    size_t bytes; /* 0: free it, else: clear it */
+} memory_work;
+
+static void no_start(dd_work *work) { (void)work; }
+
+static void finish_memory(dd_work *work)
+{
+    memory_work *w = (memory_work *)work;
+    if (w->bytes > 0) {
+        memset(w->base, 0, w->bytes);
+    } else {
+        dd_forget(w->base);
+        free(w->base);
+    }
+    free(w);
+}
+
+static void enqueue_memory(void *base, size_t bytes)
+{
+    memory_work *w = malloc(sizeof *w);
+    *w = (memory_work){{no_start, finish_memory}, base, bytes};
+    dd_enqueue(&streams[current], &w->work);
+}
+
 static void destroy_region(ss_region *region)
 {
     atomic_fetch_add(&releases, 1);
-    dd_forget(region->base);
-    free(region->base);
+    enqueue_memory(region->base, 0);
     free(region);
 }
 
@@ -249,7 +321,17 @@ static ss_code double_zero(ss_device *device, void *at, size_t bytes, ss_error *
 {
     (void)device;
     (void)err;
-    memset(at, 0, bytes);
+    enqueue_memory(at, bytes);
+    return SS_OK;
+}
+
+static ss_code double_read(ss_device *device, void *to, const void *from, size_t bytes, ss_error *err)
+{
+    (void)device;
+    (void)err;
+    atomic_fetch_add(&reads, 1);
+    dd_flush();
+    memcpy(to, from, bytes);
     return SS_OK;
 }
 
@@ -279,7 +361,7 @@ static ss_code double_new_stream(ss_device *device, ss_stream *stream, ss_error 
 {
     (void)device;
     pthread_mutex_lock(&lock);
-    dd_stream *s = n_streams < MAX_STREAMS ? add_stream() : NULL;
+    dd_stream *s = n_streams < MAX_STREAMS ? add_stream(false) : NULL;
     pthread_mutex_unlock(&lock);
     if (s == NULL) {
         return ss_fail(err, SS_ERR_NO_MEMORY, "the double has no more streams");
@@ -310,6 +392,7 @@ static ss_code double_record(ss_device *device, ss_event *event, ss_stream strea
     operation *o = calloc(1, sizeof *o);
     pthread_mutex_lock(&lock);
     event->stream = stream.native;
+    event->seen = event->stream->seen;
     *o = (operation){.event = event, .version = ++event->recorded, .record = true};
     append(stream.native, o);
     pthread_mutex_unlock(&lock);
@@ -320,13 +403,17 @@ static ss_code double_wait(ss_device *device, ss_event *event, ss_stream stream,
 {
     (void)device;
     (void)err;
+    operation *o = calloc(1, sizeof *o);
     pthread_mutex_lock(&lock);
-    if (stream.id == HOST) { /* what comes next is torch's work, which is done at once */
-        reach(event, event->recorded);
+    if (atomic_load(&ignored) & (((dd_stream *)stream.native)->frameworks ? 2 : 1)) {
+        free(o);
     } else {
-        operation *o = calloc(1, sizeof *o);
         *o = (operation){.event = event, .version = event->recorded};
         append(stream.native, o);
+        seen *mine = &((dd_stream *)stream.native)->seen;
+        for (int k = 0; k < FRAMEWORKS; k++) {
+            mine->of[k] = mine->of[k] > event->seen.of[k] ? mine->of[k] : event->seen.of[k];
+        }
     }
     pthread_mutex_unlock(&lock);
     return SS_OK;
@@ -351,6 +438,7 @@ static const ss_device_ops ops = {
     .leave = double_leave,
     .allocate = double_allocate,
     .zero = double_zero,
+    .read = double_read,
     .current = double_current,
     .new_stream = double_new_stream,
     .new_event = double_new_event,
@@ -362,11 +450,41 @@ static const ss_device_ops ops = {
 };
 static ss_device device = {.ops = &ops, .references = 1};
 
+const ss_cuda *dd_kernels(void);
+
 EXPORT ss_device *dd_device(void)
 {
     pthread_once(&once, begin);
+    device.kernels = dd_kernels();
     return &device;
 }
+
+EXPORT void dd_ignore_waits(int which) { atomic_store(&ignored, which); }
+
+/* A side stream of the framework's; and the stream that is current in this thread. */
+EXPORT int dd_framework_stream(int number) { return DEFAULT + 1 + number; }
+
+EXPORT int dd_set_current(int id)
+{
+    int before = current;
+    current = id;
+    return before;
+}
+
+/* Is there work of a side stream of torch's that later work of this stream is not ordered after? */
+int dd_is_ahead(dd_stream *s)
+{
+    bool ahead = false;
+    pthread_mutex_lock(&lock);
+    for (int k = DEFAULT + 1; k < FRAMEWORKS && k < n_streams; k++) {
+        ahead |= streams[k].frameworks && s->seen.of[k] < streams[k].seen.of[k];
+    }
+    pthread_mutex_unlock(&lock);
+    return ahead;
+}
+
+/* How often the host has waited for the device to read from it. */
+EXPORT int dd_reads(void) { return atomic_load(&reads); }
 
 /* Memory that the device gave, and what has come back of it. */
 EXPORT void dd_memory(int *given, int *back)

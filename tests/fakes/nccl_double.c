@@ -95,7 +95,7 @@ typedef struct {
     int busy;           /* how often a group end is answered with "in progress" before it is done */
     int fail_at;        /* the number of the group (from 1) that ends in an asynchronous error; 0: none */
     int groups, collectives, largest_group, mem_alloc, mem_free, registered, deregistered, windows, windows_gone, finalized,
-        destroyed, aborted, outside_group, errors;
+        destroyed, aborted, outside_group, errors, ahead;
 } nccl_double;
 EXPORT nccl_double nccl_double_now = {.version = 22703};
 
@@ -446,6 +446,7 @@ static bool registered(const void *memory, size_t bytes)
 static int add(comm *c, collective o, size_t bytes, void *stream)
 {
     nccl_double_now.collectives++;
+    nccl_double_now.ahead += dd_is_ahead(stream);
     if (depth == 0) {
         nccl_double_now.outside_group++;
         return wrong(INVALID_USAGE, "a collective outside a group");
@@ -531,6 +532,7 @@ EXPORT int ncclMemFree(void *memory)
             return wrong(INVALID_USAGE, "memory is freed while it is registered");
         }
     }
+    dd_flush_all(); /* it waits for the device */
     dd_forget(memory);
     free(memory);
     nccl_double_now.mem_free++;
