@@ -100,7 +100,7 @@ def muon_body(rank, world, options, form="wrap"):
         for o in [*optimizers, *theirs]:
             o.step()
             o.zero_grad()
-    return [(a - b).abs().max().item() for a, b in zip(weights(model), weights(plain))]
+    return [(a - b.to(a.dtype)).abs().max().item() for a, b in zip(weights(model), weights(plain))]
 
 
 def assert_muon(results):
@@ -119,6 +119,52 @@ def test_muon_beside_adamw_is_torchs(world, form):
 @pytest.mark.parametrize("world", WORLDS)
 def test_muon_beside_adamw_over_a_process_group(world):
     assert_muon(ranks.run(world, muon_body, {"transport": "c10d"}))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_muon_of_bf16_weights_steps_fp32_masters(world):
+    """Small integers are exact in BF16, too; what is compared is torch's Muon on FP32, rounded."""
+    for differences in ranks.run(world, muon_body, {"param_dtype": torch.bfloat16}):
+        assert max(differences[::2]) == 0.0
+
+
+def shared_scenario(model, attach, loss):
+    """Parameters that two optimizers step, one of them whole."""
+    matrices, _ = split(model)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.Adafactor(matrices[1:])]
+    model, optimizers = attach(model, optimizers)
+    for step in range(STEPS):
+        loss(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameter_that_two_optimizers_step(world):
+    ranks.run(world, both, shared_scenario)
+
+
+def add_to_one_scenario(model, attach, loss, unfrozen):
+    """A matrix that no optimizer had, frozen until then or not, is added to the one that needs it whole."""
+    matrices, rest = split(model)
+    matrices[0].requires_grad_(not unfrozen)
+    model, optimizers = attach(model, PAIRS["adafactor"](matrices[1:], rest))
+    for step in range(STEPS):
+        if step == 3:
+            matrices[0].requires_grad_(True)
+            optimizers[0].add_param_group(dict(params=[matrices[0]], lr=2e-2))
+        loss(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("unfrozen", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_matrix_is_added_later_to_one_of_several_optimizers(world, unfrozen):
+    ranks.run(world, both, add_to_one_scenario, unfrozen)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -242,9 +288,9 @@ def test_resumed_run_has_the_bits_of_the_uninterrupted_one(world, kind, param_dt
         assert all(results[0][0][0].values())
 
 
-def checkpoint_body(rank, world, folder, kind, by, loads):
+def checkpoint_body(rank, world, folder, kind, by, param_dtype, loads):
     model = network(2 if loads else 1)
-    model, optimizers = wrap(model, PAIRS[kind](*split(model)), whole=kind == "own")
+    model, optimizers = wrap(model, PAIRS[kind](*split(model)), whole=kind == "own", param_dtype=param_dtype)
     if not loads:
         steps_of(model, optimizers, range(4), rank, world)
     if by == "dcp":
@@ -282,16 +328,23 @@ def saved(tmp_path_factory):
 def test_checkpoint_goes_on_at_any_number_of_ranks(saved, before, world, kind, by):
     if (kind, by) == ("own", "dcp"):
         pytest.skip("torch's set_state_dict wants every rank to know what state there will be")
-    folder, expected = saved(before, kind, by)
-    for got in ranks.run(world, checkpoint_body, folder, kind, by, True):
+    folder, expected = saved(before, kind, by, None)
+    for got in ranks.run(world, checkpoint_body, folder, kind, by, None, True):
         (assert_bits if before == world else assert_close)(got, expected)
 
 
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("by", ["shardstep", "dcp"])
-def test_checkpoint_of_muon_goes_on_to_the_bit(saved, by):
-    folder, expected = saved(2, "muon", by)
-    for got in ranks.run(2, checkpoint_body, folder, "muon", by, True):
+def test_checkpoint_of_muon_goes_on_to_the_bit(saved, by, param_dtype):
+    folder, expected = saved(2, "muon", by, param_dtype)
+    for got in ranks.run(2, checkpoint_body, folder, "muon", by, param_dtype, True):
         assert_bits(got, expected)
+
+
+def test_checkpoint_of_bf16_weights_with_masters_at_another_number_of_ranks(saved):
+    folder, expected = saved(3, "adafactor", "dcp", torch.bfloat16)
+    for got in ranks.run(2, checkpoint_body, folder, "adafactor", "dcp", torch.bfloat16, True):
+        assert_close(got, expected, 2**-7)
 
 
 def loads_plain_body(rank, world, kind):
