@@ -127,8 +127,6 @@ def refusals_body(rank, world):
     messages.append(str(caught.value))
     with pytest.raises(shardstep.UsageError, match="mixed_precision is not supported"):
         DDP(net(), mixed_precision=object())
-    with pytest.raises(shardstep.UsageError, match=r"join\(\) is not supported"):
-        DDP(net()).join()
     with pytest.raises(shardstep.UsageError) as caught:
         DDP(net())._update_process_group(dist.group.WORLD)
     messages.append(str(caught.value))

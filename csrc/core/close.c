@@ -322,7 +322,7 @@ ss_code ss_close_locked(ss_engine *e, const ss_close_request *request, ss_close_
     e->all_at_step = true;
     int aborter = -1;
     for (int k = 0; k < e->world; k++) {
-        e->all_at_step &= ss_header_of(e, k)->at == SS_AT_STEP;
+        e->all_at_step &= ss_header_of(e, k)->at == SS_AT_STEP || ss_header_of(e, k)->at == SS_AT_JOINED;
         aborter = ss_header_of(e, k)->at == SS_AT_ABORT ? k : aborter;
     }
     if (aborter >= 0) {
@@ -396,13 +396,11 @@ ss_code ss_engine_close(ss_engine *e, const ss_close_request *request, ss_close_
         e->aborted_by_peer = false; /* that peer's abort has settled this window here as well */
     } else {
         e->aborted_by_peer = false;
-        do {
-            code = ss_close_locked(e, request, need, err);
-            if (code != SS_OK || *need != SS_NEED_NOTHING) {
-                break;
-            }
+        code = ss_close_locked(e, request, need, err);
+        if (code == SS_OK && *need == SS_NEED_NOTHING) {
             e->stepping = to_step && !e->all_at_step;
-        } while (e->stepping);
+            *need = (to_step || request->at == SS_AT_JOINED) && !e->all_at_step ? SS_NEED_STEPS : SS_NEED_NOTHING;
+        }
         e->stepping &= code == SS_OK;
     }
     ss_span_end(e, span);

@@ -300,6 +300,8 @@ int ss_engine_rank(const ss_engine *e) { return e->rank; }
 int ss_engine_world(const ss_engine *e) { return e->world; }
 const char *ss_engine_transport_name(const ss_engine *e) { return e->transport->ops->name; }
 
+double ss_engine_divide_factor(const ss_engine *e) { return e->divide_factor; }
+
 ss_code ss_engine_set_divide_factor(ss_engine *e, double factor, ss_error *err)
 {
     if (!(factor > 0.0) || factor > 1e300) {

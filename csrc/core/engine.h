@@ -122,6 +122,7 @@ ss_code ss_engine_end_backward(ss_engine *engine, ss_error *err);
 void ss_engine_set_sync(ss_engine *engine, int sync);
 int ss_engine_sync(const ss_engine *engine);
 void ss_engine_set_last_backward(ss_engine *engine, int last);
+double ss_engine_divide_factor(const ss_engine *engine);
 ss_code ss_engine_set_divide_factor(ss_engine *engine, double factor, ss_error *err);
 
 /*
@@ -136,7 +137,13 @@ ss_code ss_engine_averaged(ss_engine *engine, ss_error *err);
 
 /* ---- Closing (communicates) ---- */
 
-typedef enum { SS_AT_READ = 0, SS_AT_STEP = 1, SS_AT_ABORT = 2, SS_AT_SYNC = 3 } ss_close_point;
+typedef enum {
+    SS_AT_READ = 0,
+    SS_AT_STEP = 1,
+    SS_AT_ABORT = 2,
+    SS_AT_SYNC = 3,
+    SS_AT_JOINED = 4 /* this rank has run out of inputs and follows the others, wherever they are */
+} ss_close_point;
 typedef enum { SS_WANT_NOTHING = 0, SS_WANT_NORM = 1, SS_WANT_FULL = 2 } ss_want;
 
 typedef struct {
@@ -149,12 +156,13 @@ typedef struct {
 typedef enum {
     SS_NEED_NOTHING,
     SS_NEED_PLACE, /* some rank has unfrozen parameters: place ss_engine_wanted() */
-    SS_NEED_EDITS  /* ranks that came into their step without a gradient are to edit theirs as ss_engine_edited_by() did */
+    SS_NEED_EDITS, /* ranks that came into their step without a gradient are to edit theirs as ss_engine_edited_by() did */
+    SS_NEED_STEPS  /* at SS_AT_STEP and SS_AT_JOINED: some rank is not in its step yet */
 } ss_close_need;
 
 /*
- * One close. When *need is not SS_NEED_NOTHING, nothing was settled: do on every rank what is needed and close again. For
- * SS_AT_STEP it returns when every rank is in its step.
+ * One close. When *need is SS_NEED_PLACE or SS_NEED_EDITS, nothing was settled: do on every rank what is needed. In any case
+ * but SS_NEED_NOTHING close again.
  */
 ss_code ss_engine_close(ss_engine *engine, const ss_close_request *request, ss_close_need *need, ss_error *err);
 int32_t ss_engine_wanted(ss_engine *engine, int32_t *params); /* fills at most n_params entries */

@@ -40,7 +40,7 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
                   .n_params = e->layout.n_params,
                   .n_buckets = e->layout.n_buckets,
                   .sharded = e->sharded,
-                  .stepping = e->stepping};
+                  .stepping = e->stepping || request->at == SS_AT_JOINED};
     bool any = false;
     for (int32_t i = 0; i < e->layout.n_params; i++) {
         ss_param *p = &e->params[i];
@@ -68,7 +68,7 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
     if (!e->stepping) {
         e->came_empty = !any;
     }
-    h->idle = e->stepping && e->came_empty;
+    h->idle = (e->stepping && e->came_empty) || request->at == SS_AT_JOINED;
     h->scales = hash_scales(e); /* after reconciling, which may set scales */
     h->edits = any_kept(e) ? e->edits : 0; /* those of gradients dropped since do not matter */
     return SS_OK;
@@ -76,8 +76,9 @@ ss_code ss_message_compose(ss_engine *e, const ss_close_request *request, ss_err
 
 const char *ss_close_point_name(int at)
 {
-    static const char *const names[] = {"reading or clipping gradients", "step()", "abort_window()", "the end of backward"};
-    return at >= 0 && at < 4 ? names[at] : "?";
+    static const char *const names[] = {"reading or clipping gradients", "step()", "abort_window()", "the end of backward",
+                                        "join()"};
+    return at >= 0 && at < 5 ? names[at] : "?";
 }
 
 ss_code ss_message_verify(const ss_engine *e, ss_error *err)
@@ -196,7 +197,11 @@ ss_code ss_message_judge(ss_engine *e, ss_error *err)
 ss_code ss_message_agree_scales(ss_engine *e, ss_close_need *need, ss_error *err)
 {
     int reader = -1, other = -1;
-    for (int k = 0; k < e->world; k++) {
+    bool kept = false;
+    for (int32_t i = 0; i < e->layout.n_params; i++) {
+        kept |= (e->verdict[i] & VERDICT_KEPT) != 0;
+    }
+    for (int k = 0; kept && k < e->world; k++) {
         if (reader < 0 && !ss_header_of(e, k)->stepping) {
             reader = k;
         }

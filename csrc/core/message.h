@@ -12,8 +12,8 @@ typedef struct {
     uint64_t edits;  /* in-place edits of held gradients since they were reduced */
     int32_t at, want, param;
     int32_t n_params, n_buckets, sharded;
-    int32_t stepping; /* this rank is in its step already and only waits for others */
-    int32_t idle;     /* and came there without any gradient: it follows what the others do to theirs */
+    int32_t stepping; /* this rank is in its step already and only waits for others, or it has joined */
+    int32_t idle;     /* and came there without any gradient, or has joined: it follows what the others do to theirs */
 } ss_close_header;
 
 enum { BUCKET_LAUNCHED = 1, BUCKET_CONTENT = 2, BUCKET_LATE = 4 };

@@ -391,7 +391,8 @@ static PyObject *engine_averaged(EngineObject *self, PyObject *unused)
 PyDoc_STRVAR(close_doc,
              "close(at, want=0, order=2.0, param=-1) -> None, list of parameters to place, or rank\n\n"
              "Communicates. Closes the round. When a list comes back, place those, and when a rank comes back, repeat the edits that\n"
-             "it made of reduced gradients and that this rank lacks; then close again.");
+             "it made of reduced gradients and that this rank lacks; then close again. The list is empty while some rank is not in\n"
+             "its step yet.");
 
 static PyObject *engine_close(EngineObject *self, PyObject *args)
 {
@@ -414,6 +415,9 @@ static PyObject *engine_close(EngineObject *self, PyObject *args)
     }
     if (need == SS_NEED_EDITS) {
         return PyLong_FromLong(ss_engine_edited_by(self->engine));
+    }
+    if (need == SS_NEED_STEPS) {
+        return PyList_New(0);
     }
     int32_t *wanted = calloc((size_t)self->n_params + 1, sizeof *wanted);
     if (wanted == NULL) {
@@ -839,9 +843,16 @@ static PyObject *get_transport(EngineObject *self, void *closure)
     return check_open(self) < 0 ? NULL : PyUnicode_FromString(ss_engine_transport_name(self->engine));
 }
 
+static PyObject *get_divide_factor(EngineObject *self, void *closure)
+{
+    (void)closure;
+    return check_open(self) < 0 ? NULL : PyFloat_FromDouble(ss_engine_divide_factor(self->engine));
+}
+
 static PyGetSetDef properties[] = {
     {"sync", (getter)get_sync, (setter)set_sync, "Does a backward synchronise?", NULL},
     {"transport", (getter)get_transport, NULL, "The transport's name.", NULL},
+    {"divide_factor", (getter)get_divide_factor, NULL, "What sums of gradients are divided by.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

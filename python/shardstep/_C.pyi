@@ -24,6 +24,8 @@ class Engine:
     sync: bool
     @property
     def transport(self) -> str: ...
+    @property
+    def divide_factor(self) -> float: ...
     def __new__(
         cls,
         params: Sequence[torch.Tensor],

@@ -27,6 +27,11 @@ class Buffers:
         self.follow = follow
         self._none = not any(True for _ in module.buffers())
 
+    @property
+    def any(self) -> bool:
+        """Had the module any when it was wrapped?"""
+        return not self._none
+
     def named(self) -> "list[tuple[str, torch.Tensor]]":
         module = self._module()
         if module is None:

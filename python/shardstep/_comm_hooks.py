@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from shardstep._engine import AT_SYNC, Engine
+from shardstep._engine import Engine
 from shardstep._errors import UsageError
 
 BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
@@ -127,16 +127,3 @@ def refuse_sharded(hook: Any) -> None:
         "whole buckets to hand to it. torch's allreduce_hook, fp16_compress_hook and bf16_compress_hook are taken (averages "
         "stay FP32); leave the optimizer unsharded to use another one"
     )
-
-
-def install(engine: Engine) -> None:
-    """Lets synchronising backwards of a replicated model end with the averages of its hook."""
-    reference = weakref.ref(engine)
-
-    def synchronise() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close(AT_SYNC)
-            alive.comm_hook.average()
-
-    engine.core.synchronise_with(synchronise, True)

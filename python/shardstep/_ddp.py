@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from shardstep import _comm_hooks
@@ -132,7 +132,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
           ``zero_grad`` keeps its values either way.
         - ``find_unused_parameters``, ``static_graph``, ``check_reduction``, ``dim``, ``batched_grad_copy`` and
           ``skip_all_reduce_unused_params`` are accepted and not needed.
-        - ``mixed_precision``, ``delay_all_reduce_named_params`` and ``join()`` are refused.
+        - ``mixed_precision`` and ``delay_all_reduce_named_params`` are refused.
         - ``transport`` and ``timeout``: those of :func:`shardstep.wrap`.
     """
 
@@ -286,8 +286,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(_comm_hooks.name_of(hook))
         if not engine.sharded:
-            engine.comm_hook = _comm_hooks.CommHook(engine, state, hook)
-            _comm_hooks.install(engine)
+            engine.set_comm_hook(_comm_hooks.CommHook(engine, state, hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(self.process_group, _comm_hooks.BUILTIN[comm_hook_type.name])
@@ -295,6 +294,10 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     def no_sync(self) -> "contextlib.AbstractContextManager[None]":
         """As torch DDP's."""
         return Synchronised.no_sync(self)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        self.logger._set_uneven_input_join()
+        return Synchronised.join_hook(self, **kwargs)
 
     def _become_sharded(self, plan: Plan) -> Engine:
         old = self._engine
@@ -321,12 +324,6 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         raise UsageError(
             f"{optim.__name__} cannot be fused into the backward: gradients are averaged at its end or later. Step it after "
             "the backward, or shard it with shardstep.ShardedOptimizer"
-        )
-
-    def join_hook(self, **kwargs: Any) -> Any:
-        raise UsageError(
-            "join() is not supported: ranks with fewer inputs would leave the others waiting. Give all ranks as many windows; "
-            "a sharded model's rank without data may skip its micro-batches and step all the same"
         )
 
     def _update_process_group(self, new_process_group: Any) -> None:

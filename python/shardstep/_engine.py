@@ -28,7 +28,7 @@ from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._plan import Plan, kinds_of
 from shardstep._precision import LOW, Precision, tensors_in
 
-AT_READ, AT_STEP, AT_ABORT, AT_SYNC = range(4)
+AT_READ, AT_STEP, AT_ABORT, AT_SYNC, AT_JOINED = range(5)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
 
 #: What parameters can be, and how the extension stores them: complex ones as pairs of real numbers.
@@ -127,8 +127,9 @@ class Engine:
         optimizer of theirs comes, or until the first close."""
         self.closed = True
         self.pid = os.getpid()
-        self.comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
         self.edits = Edits()
+        self.uneven: Any = None  # inside join(), see _join.py
+        self._comm_hook: Any = None  # replicated: what makes the averages, see _comm_hooks.py
         self.masters_loaded = False  # by an optimizer's load_state_dict, since the last step
         self.sharded = sharded
         self.debug = debug
@@ -148,7 +149,7 @@ class Engine:
         )
         def describe() -> "list[tuple[str, Any]]":
             self._bucket_bytes = self._check_sizes(bucket_cap_mb, bucket_caps_mb)
-            self._timeout = seconds(timeout)
+            self.timeout = seconds(timeout)
             self._check_options()
             self._collect(module, ignored_params)
             self._find_device(transport)
@@ -156,7 +157,7 @@ class Engine:
 
         self.group.agree(describe, "models, optimizers or settings")
         if init_sync:
-            self._broadcast_parameters(module)
+            self.broadcast_parameters()
             if self._init_buffers:
                 self.buffers.broadcast()
         self.core = _C.Engine(
@@ -164,7 +165,7 @@ class Engine:
             names=self.names,
             param_dtypes=bytes(DTYPES[self._stored_dtype(p)] for p in self.params),
             grad_dtypes=bytes(DTYPES[_grad_dtype(p)] for p in self.params),
-            transport=open_transport(transport, self.group, self._timeout, self.device),
+            transport=open_transport(transport, self.group, self.timeout, self.device),
             bucket_bytes=self._bucket_bytes,
             sharded=sharded,
             accumulate=accumulate,
@@ -355,12 +356,12 @@ class Engine:
             filling[parameter.dtype] = part, number, left - size
         return [part[::-1] for part in parts]
 
-    def _broadcast_parameters(self, module: nn.Module) -> None:
-        """Rank 0's parameters become everyone's, in coalesced chunks, as torch DDP does at construction. Collective."""
-        tensors = [p for p in module.parameters() if id(p) not in self.ignored and p.numel() > 0]
+    def broadcast_parameters(self, source: int = 0) -> None:
+        """Rank ``source``'s parameters become everyone's, in coalesced chunks. Collective."""
+        tensors = [p for p in self._module().parameters() if id(p) not in self.ignored and p.numel() > 0]
         if tensors and self.group.world > 1:
             with torch.no_grad():
-                dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, 0)
+                dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, source)
 
     def check(self) -> None:
         """Raises when a parameter was replaced, added or cast since the wrap. One whose ``.data`` was set to another tensor of
@@ -479,32 +480,45 @@ class Engine:
     def _begin_replicated(self) -> None:
         """At the first forward of all, and at the first after a backward that synchronised: rank 0's buffers become everyone's
         (collective), and parameters are to be checked again."""
+        if self.uneven is not None and not self.uneven.enabled:
+            self.set_uneven(None)
         closes = self.core.stats()["closes"]
-        if closes != self._begun_at:
+        begins = closes != self._begun_at
+        if begins:
             self._begun_at = closes
             self._unchecked = True
-            if self.buffers.follow:
-                self.buffers.broadcast()
+        if begins and self.buffers.follow and self.uneven is not None and self.buffers.any:
+            self.uneven.broadcast_buffers(self)
+        elif begins and self.buffers.follow:
+            self.buffers.broadcast()
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def close(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> "torch.Tensor | None":
         """Closes the round. Communicates; see ``csrc/core/close.c``. With ``WANT_FULL`` the gradient of ``param``; at a step
         that is the optimizer's number."""
-        while True:
-            needed = self.core.close(at, want, order, param)
-            if needed is None:
-                break
-            if isinstance(needed, int):
-                self._repeat_edits(needed)
-                continue
-            self._place(needed, self.users())
-            for optimizer in self.optimizers():
-                optimizer.take_placed(needed)
+        settled = False
+        while not settled:
+            if self.uneven is not None:
+                self.uneven.before_close(self)
+            settled = self.close_once(at, want, order, param)
         full = self.core.grad(param).clone() if want == WANT_FULL and self.core.gradient(param) == HELD else None
         if self.debug and self.sharded:
             self._poison()
         return full
+
+    def close_once(self, at: int, want: int = WANT_NOTHING, order: float = 2.0, param: int = -1) -> bool:
+        """One exchange of a close. False when another has to follow: :meth:`close`."""
+        todo = self.core.close(at, want, order, param)
+        if todo is None:
+            return True
+        if isinstance(todo, int):
+            self._repeat_edits(todo)
+        elif todo:
+            self._place(todo, self.users())
+            for optimizer in self.optimizers():
+                optimizer.take_placed(todo)
+        return False
 
     def _repeat_edits(self, rank: int) -> None:
         """A rank that came into its step without any gradient does to its pieces what rank ``rank`` did. Collective."""
@@ -563,6 +577,49 @@ class Engine:
             if parameter.grad is not None:
                 parameter.grad = None
 
+    # -- the end of a backward of a replicated model, where it is more than a close in C --------------------------------
+
+    def set_comm_hook(self, hook: Any) -> None:
+        self._comm_hook = hook
+        self._set_synchronise()
+
+    def set_uneven(self, uneven: Any) -> None:
+        """Enters or leaves (None) a join context."""
+        self.uneven = uneven
+        if not self.sharded:
+            self._set_synchronise()
+
+    def _set_synchronise(self) -> None:
+        reference = weakref.ref(self)
+
+        def synchronise() -> None:
+            alive = reference()
+            if alive is not None:
+                alive._average()
+
+        needed = self._comm_hook is not None or self.uneven is not None
+        self.core.synchronise_with(synchronise if needed else None, self._comm_hook is not None)
+
+    def _average(self) -> None:
+        """Gradients become averages over the ranks. Collective."""
+        self.close(AT_SYNC)
+        if self._comm_hook is not None:
+            self._comm_hook.average()
+
+    def average_without_mine(self) -> None:
+        """Takes part in the averages of others with zeros, as in torch DDP: this rank's gradients stay its own. Collective."""
+        placed = indices(i for i in range(len(self.params)) if self.placed(i))
+        gradients = [(p, p.grad) for p in self.params if p.grad is not None]
+        self.core.drop(placed)
+        try:
+            self.close_once(AT_SYNC)
+            if self._comm_hook is not None:
+                self._comm_hook.average()
+        finally:
+            self.core.drop(placed)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def optimizers(self) -> "list[Any]":
@@ -578,7 +635,7 @@ class Engine:
         self._unchecked = True
         self.masters_loaded = False
         if self.buffers.follow:  # here, where all ranks are: a rank that skips a forward must not make the others wait
-            self.buffers.broadcast()
+            self.buffers.broadcast(self.uneven.source if self.uneven is not None else 0)
         now = self.core.stats()
         self._last_step = {key: now[key] - self._last_totals[key] for key in now}
         self._last_totals = now

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
+from shardstep import _join
 from shardstep._dynamo import running
 from shardstep._engine import Engine, collector_paused
 from shardstep._errors import UsageError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ENGINE = "_shardstep_engine"
+LOCAL = (ENGINE, "_join_config")  # what of a module's attributes belongs to this process and this wrap
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -35,6 +38,8 @@ def engine_of(module: nn.Module) -> Engine:
 class Synchronised:
     """What both forms of a wrapped module can do. The engine is in the instance's ``__dict__``, outside of torch's
     registries, so that it is neither saved nor copied."""
+
+    _join_config = _JoinConfig.construct_disabled_join_config()
 
     @property
     def _engine(self) -> Engine:
@@ -62,6 +67,35 @@ class Synchronised:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Gradients are summed over ranks and divided by ``factor`` (default: the world size). Alike on all ranks."""
         engine_of(self).core.set_divide_factor(float(factor))
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> "contextlib.AbstractContextManager[None]":
+        """As torch DDP's: ranks may have different numbers of inputs in here. Collective.
+
+        A rank that has left its loop contributes no gradient to the windows of the others, and takes part in them as far as
+        it is needed: sharded, it updates its part with their learning rates. In the end all have the model of a rank that had
+        most inputs. Gradients are divided by the world size, or by the number of ranks that still train. With
+        ``throw_on_early_termination`` every rank raises RuntimeError when one has run out, the others as soon as they would
+        have to communicate with it: at a broadcast of buffers, the end of a backward, a clip or a step.
+
+        With an optimizer, or several models: ``torch.distributed.algorithms.join.Join([model, optimizer])``."""
+        if self.join_process_group is None:  # this process alone
+            return contextlib.nullcontext()
+        join = Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size)
+        return _join.joining(engine_of(self), join)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's ``Join``."""
+        return _join.join_hook(self, engine_of(self), **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return engine_of(self).params[0].device
+
+    @property
+    def join_process_group(self) -> "dist.ProcessGroup | None":
+        return engine_of(self).group.process_group
 
     def full_grad(self, parameter: torch.Tensor) -> "torch.Tensor | None":
         """The whole averaged gradient of ``parameter`` as a new tensor, or None when no rank used it.
@@ -91,6 +125,9 @@ class Synchronised:
         """
         engine = engine_of(self)
         return engine.stats(sum(optimizer.state_bytes() for optimizer in engine.optimizers()))
+
+
+Joinable.register(Synchronised)
 
 
 class WrappedModule(FSDPMethods, Synchronised):
@@ -146,7 +183,7 @@ def _original(cls: type) -> type:
 def _as_plain(module: nn.Module) -> nn.Module:
     """The same module under its own class and without the engine; shares every tensor and submodule."""
     plain = object.__new__(_original(type(module)))
-    plain.__dict__.update({key: value for key, value in module.__dict__.items() if key != ENGINE})
+    plain.__dict__.update({key: value for key, value in module.__dict__.items() if key not in LOCAL})
     return plain
 
 

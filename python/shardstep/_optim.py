@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
 from torch.optim import Optimizer
 
+from shardstep import _join
 from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
@@ -201,15 +203,46 @@ class ShardedOptimizer(Optimizer):
         for group in self.param_groups:
             check_group(self.wrapped, group)
         self._follow_state()
-        wants_norm = self._skip_nonfinite or self._max_norm is not None
-        engine.close(AT_STEP, WANT_NORM if wants_norm else WANT_NOTHING, param=self._number)
-        self.step_was_skipped = wants_norm and not self._clip()
-        if not self.step_was_skipped:
-            self._rule.step()
-        engine.core.gather()
-        engine.note_step()
+        engine.close(AT_STEP, WANT_NORM if self._wants_norm else WANT_NOTHING, param=self._number)
+        if engine.uneven is not None and engine.uneven.enabled:
+            engine.uneven.share(engine, self)
+        self._finish_step()
         self.wrapped._opt_called = True  # for schedulers that were built on it
         return loss
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self._skip_nonfinite or self._max_norm is not None
+
+    def _finish_step(self) -> None:
+        """What comes after the close of a step. Collective."""
+        self.step_was_skipped = self._wants_norm and not self._clip()
+        if not self.step_was_skipped:
+            self._rule.step()
+        self.engine.core.gather()
+        self.engine.note_step()
+
+    # -- torch.distributed.algorithms.join.Joinable -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shadow_step(self) -> None:
+        """The part of a rank that has joined in a step of the others, after its close. Collective."""
+        self._follow_groups()
+        self._follow_state()
+        self._finish_step()
+
+    _join_config = _JoinConfig.construct_disabled_join_config()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _join.join_hook(self, self._attached(), **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._attached().params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._attached().group.process_group
 
     def _clip(self) -> bool:
         """Notes the norm and clips. False when the step is to be skipped."""
@@ -318,6 +351,9 @@ class ShardedOptimizer(Optimizer):
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
         return self._rule.bytes()
+
+
+Joinable.register(ShardedOptimizer)
 
 
 def _is_fused(optimizer: Optimizer, engine: Engine) -> bool:

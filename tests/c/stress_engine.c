@@ -222,7 +222,9 @@ static void close_at(framework *f, ss_close_point at, ss_want want, int param)
     ss_error err = {0};
     ss_close_need need;
     ss_close_request request = {at, want, 2.0, param};
-    MUST(ss_engine_close(f->engine, &request, &need, &err));
+    do {
+        MUST(ss_engine_close(f->engine, &request, &need, &err));
+    } while (need == SS_NEED_STEPS);
     CHECK(need == SS_NEED_NOTHING);
 }
 
