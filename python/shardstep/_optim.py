@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
                 f"skip_nonfinite: the norm of the gradients is {norm}, so this step is skipped on all ranks; the first that is "
                 f"not finite is that of parameter {self.engine.names[culprit]!r}. This is said once; skipped steps are counted "
                 "in optimizer.skipped_steps",
-                stacklevel=5,
+                stacklevel=6,
             )
         return False
 
