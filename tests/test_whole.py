@@ -11,7 +11,12 @@ import torch.distributed.checkpoint as dcp
 from one_process import STEPS, assert_bits, assert_close, both, loss_of, network, train, weights, wrap
 from shardstep import checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 pytestmark = pytest.mark.timeout(60)
 WORLDS = [1, 2, 3, 4]
@@ -27,9 +32,11 @@ class RowNorm(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                state["count"] = count = state.get("count", 0) + 1
                 rows = momentum if p.dim() > 1 else momentum.unsqueeze(0)
-                p.sub_(group["lr"] * (rows / (rows.norm(dim=-1, keepdim=True) + 1e-3)).view_as(p))
+                p.sub_(group["lr"] / count**0.5 * (rows / (rows.norm(dim=-1, keepdim=True) + 1e-3)).view_as(p))
 
 
 def split(model):
@@ -283,9 +290,8 @@ def state_body(rank, world, kind, param_dtype):
 @pytest.mark.parametrize("world", [1, 3])
 def test_resumed_run_has_the_bits_of_the_uninterrupted_one(world, kind, param_dtype):
     results = ranks.run(world, state_body, kind, param_dtype)
-    if kind != "own":  # whose state only its owner can know
-        assert all(result == results[0] for result in results)
-        assert all(results[0][0][0].values())
+    assert all(result == results[0] for result in results)
+    assert all(results[0][0][0].values())
 
 
 def checkpoint_body(rank, world, folder, kind, by, param_dtype, loads):
@@ -326,8 +332,6 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["adafactor", "own"])
 @pytest.mark.parametrize("before,world", [(1, 3), (2, 2), (3, 1), (3, 2)])
 def test_checkpoint_goes_on_at_any_number_of_ranks(saved, before, world, kind, by):
-    if (kind, by) == ("own", "dcp"):
-        pytest.skip("torch's set_state_dict wants every rank to know what state there will be")
     folder, expected = saved(before, kind, by, None)
     for got in ranks.run(world, checkpoint_body, folder, kind, by, None, True):
         (assert_bits if before == world else assert_close)(got, expected)
@@ -345,6 +349,44 @@ def test_checkpoint_of_bf16_weights_with_masters_at_another_number_of_ranks(save
     folder, expected = saved(3, "adafactor", "dcp", torch.bfloat16)
     for got in ranks.run(2, checkpoint_body, folder, "adafactor", "dcp", torch.bfloat16, True):
         assert_close(got, expected, 2**-7)
+
+
+class Mixed(nn.Module):
+    """Matrices, vectors, a 0-dim parameter, and one in another order of memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.a = nn.Parameter(torch.randn(9, 13))
+        self.b = nn.Parameter(torch.randn(7, 5).t())
+        self.c = nn.Parameter(torch.randn(6))
+        self.d = nn.Parameter(torch.tensor(1.5))
+
+
+def full_state_body(rank, world, kind):
+    """What torch's functions gather of the state, beside torch's own optimizer in one process."""
+    make = {"adafactor": torch.optim.Adafactor, "own": RowNorm}[kind]
+    plain, model = Mixed(), Mixed()
+    theirs = make(plain.parameters())
+    model, optimizer = wrap(model, make(model.parameters()), whole=kind == "own")
+    for _ in range(3):
+        for m, o in ((plain, theirs), (model, optimizer)):
+            sum((p**3).sum() for p in m.parameters()).backward()
+            o.step()
+            o.zero_grad()
+    full = StateDictOptions(full_state_dict=True)
+    got, expected = get_optimizer_state_dict(model, optimizer, options=full), get_optimizer_state_dict(plain, theirs)
+    assert got["state"].keys() == expected["state"].keys() == {"a", "b", "c", "d"}
+    for name, state in expected["state"].items():
+        assert got["state"][name].keys() == state.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(got["state"][name][key], value, rtol=1e-5, atol=1e-7, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "own"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_full_state_of_whole_parameters_is_that_of_one_process(world, kind):
+    ranks.run(world, full_state_body, kind)
 
 
 def loads_plain_body(rank, world, kind):

@@ -18,7 +18,7 @@ from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Eng
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
 from shardstep._full_state import extend_torch
-from shardstep._plan import Plan, check_foreign, check_group
+from shardstep._plan import ELEMENTWISE, WHOLE, Plan, check_foreign, check_group
 from shardstep._rules import MASTER, FusedRule, TorchRule, WholeRule, piece_of
 from shardstep._state import LazyState
 
@@ -34,8 +34,7 @@ class ShardedOptimizer(Optimizer):
         elementwise: say that an optimizer class of your own updates each element from that element's own values alone.
         whole: say that one of your own needs each parameter whole (the rows of a matrix, its singular values), but no other
             parameter. Such parameters, like those of ``torch.optim.Muon`` and ``Adafactor``, are not cut over the ranks but
-            divided among them, balanced by size. What state your own makes only a parameter's owner knows: save and load it
-            with :mod:`shardstep.checkpoint`, as torch's ``set_state_dict`` wants it on every rank.
+            divided among them, balanced by size.
         clip_grad_norm: before each update, clip the gradients of this optimizer's parameters to this global L2 norm, as
             ``torch.nn.utils.clip_grad_norm_`` of these parameters would, without a pass over them.
         skip_nonfinite: a step in which that norm is NaN or infinite changes nothing: no weight, no state, no count of steps.
@@ -95,7 +94,9 @@ class ShardedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = hooks
         self._rule = FusedRule(self) if _is_fused(optimizer, engine) else WholeRule(self) if self.whole else TorchRule(self)
-        self.state = self.entries = LazyState(self._rule.entry, live=isinstance(self._rule, TorchRule))
+        self.state = self.entries = LazyState(
+            self._rule.entry, live=isinstance(self._rule, TorchRule), complete=type(optimizer) in ELEMENTWISE + WHOLE
+        )
         for index, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 self._take(parameter, index, warm.get(parameter, {}) if warm else {})
@@ -317,6 +318,8 @@ class ShardedOptimizer(Optimizer):
                 state[MASTER] = FlatShard(self.engine.slots[i]["piece_master"], cut)
             if state:
                 saved["state"][position] = state
+        in_order = {position: saved["state"].pop(position) for position in range(len(everyone)) if position in saved["state"]}
+        saved["state"] = {**in_order, **saved["state"]}  # alike on all ranks, which gather one after the other
         return saved
 
     def load_state_dict(self, state_dict: "dict[str, Any]") -> None:

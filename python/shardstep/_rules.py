@@ -272,7 +272,7 @@ class TorchRule:
 
 class WholeRule(TorchRule):
     """As TorchRule for parameters that are placed whole: each is stepped, in its own shape, by the rank that owns it. The
-    others show the same state without elements (of torch's classes; what others will make is not known here)."""
+    others show the same state without elements."""
 
     def __init__(self, owner: "ShardedOptimizer"):
         super().__init__(owner)
@@ -319,23 +319,47 @@ class WholeRule(TorchRule):
         state = super().to_save(i) if i in self.shards else self._elsewhere[i]
         cut = self.engine.cut(i)
 
-        def part(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        def part(key: str, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or key in SCALAR_STATE or (value.dim() == 0 and len(cut.shape) > 0):
                 return value
             alike = value.shape == cut.shape
             held = Cut(value.shape, 0, 0 if value.is_meta else value.numel(), cut.order if alike else None, cut.group)
             flat = torch.empty(0, dtype=value.dtype) if value.is_meta else held.of(value)
             return flat if alike else FlatShard(flat, held)  # what is like the parameter is cut like it
 
-        return {key: part(value) for key, value in state.items()}
+        return {key: part(key, value) for key, value in state.items()}
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         if i in self.shards:
             super().load(i, saved)
             return
-        scalars = {key: value.clone() for key, value in saved.items() if key in SCALAR_STATE and torch.is_tensor(value)}
-        self._elsewhere[i].update(scalars)
+        self._elsewhere[i] = {key: self._outline(i, key, value) for key, value in saved.items() if key != MASTER}
         self.owner.entries.announce(self.engine.params[i])
+
+    def _outline(self, i: int, key: str, value: Any) -> Any:
+        """What ranks know of state that another one owns: single numbers, and of other tensors all but the elements."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if key in SCALAR_STATE or (value.dim() == 0 and self.engine.params[i].dim() > 0):
+            return value.detach().clone()
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def step(self) -> None:
+        super().step()
+        if type(self.optimizer) not in WHOLE:
+            self._tell()
+
+    def _tell(self) -> None:
+        """What state a class makes that is not torch's only the owners see. Collective."""
+        mine = {
+            i: {key: self._outline(i, key, value) for key, value in self.optimizer.state[shard].items()}
+            for i, shard in self.shards.items()
+            if shard in self.optimizer.state
+        }
+        for told in self.engine.group.gather(mine):
+            for i in told.keys() - self.shards.keys():
+                self._elsewhere[i] = told[i]
+                self.owner.entries.announce(self.engine.params[i])
 
     def _part(self, value: torch.Tensor, i: int) -> torch.Tensor:
         if not isinstance(value, FlatShard):
@@ -351,9 +375,10 @@ class WholeRule(TorchRule):
         if i in self.shards:
             super()._stepped(i)
             return
-        if "step" in self._elsewhere[i]:
-            self._elsewhere[i]["step"] += 1
-        self.owner.entries.announce(self.engine.params[i])
+        if type(self.optimizer) in WHOLE and self._elsewhere[i]:
+            if "step" in self._elsewhere[i]:
+                self._elsewhere[i]["step"] += 1
+            self.owner.entries.announce(self.engine.params[i])
 
 
 def _is_meta(value: Any) -> bool:

@@ -14,9 +14,10 @@ class LazyState(collections.defaultdict):
     """By parameter, a dict of its state. Those announced are there, also to ``in``, ``len`` and iteration, and ``make`` gives
     them their value; a copy or a pickle is a plain defaultdict."""
 
-    def __init__(self, make: "Callable[[torch.Tensor], State]", live: bool = False):
+    def __init__(self, make: "Callable[[torch.Tensor], State]", live: bool = False, complete: bool = True):
         super().__init__(dict)
         self._make = make
+        self._complete = complete  # all that there will be is there before the first step
         self._live = live  # entries are what is stepped with, so that a value put into one needs no notice
         self._shown: dict[torch.Tensor, State] = {}  # what entries were when they were made
         self._edited: set[torch.Tensor] = set()
@@ -78,7 +79,7 @@ class LazyState(collections.defaultdict):
         return self
 
     def __bool__(self) -> bool:
-        return True  # torch's get_state_dict steps an optimizer whose state is not, to fill it
+        return self._complete or len(self) > 0  # torch's get_state_dict steps an optimizer whose state is not, to fill it
 
     def __iter__(self) -> "Iterator[torch.Tensor]":
         return super().__iter__()  # that there is one keeps dict(state) and {**state} from copying entries unmade
