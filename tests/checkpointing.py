@@ -6,8 +6,8 @@ from torch import nn
 
 
 class Odd(nn.Module):
-    """Odd shapes, fewer elements than ranks, frozen, tied, 0-dim and empty parameters, and one in channels_last. The last three
-    are nothing for FSDP2; ``plain`` has others in their place."""
+    """Odd shapes, fewer elements than ranks, frozen, tied, 0-dim, empty and complex parameters, and one in channels_last. The
+    last four are nothing for FSDP2; ``plain`` has others in their place."""
 
     def __init__(self, seed, plain=False):
         super().__init__()
@@ -24,6 +24,7 @@ class Odd(nn.Module):
         self.pair = nn.Parameter(torch.randn(2))
         self.scale = nn.Parameter(torch.tensor([1.5] if plain else 1.5))
         self.empty = nn.Parameter(torch.ones(1, 3) if plain else torch.empty(0, 3))
+        self.phase = nn.Parameter(torch.randn(5, 3, dtype=torch.float32 if plain else torch.complex64))
         self.frozen.requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
@@ -33,6 +34,8 @@ class Odd(nn.Module):
         out = self.second(hidden) * self.scale + self.frozen(hidden).sum(1, keepdim=True)
         out = self.second(self.tied(out).tanh() + self.tied_again(x))
         image = self.conv(out[:, :3, None, None].expand(-1, 3, 3, 3).contiguous())
+        turned = (x[:, :3].to(self.phase.dtype) @ self.phase.t()).abs()
+        out = torch.cat([out, turned], 1)
         return out.square().mean() + image.square().mean() + self.pair.prod() ** 2 + self.empty.square().sum()
 
 

@@ -14,3 +14,19 @@ def pytest_runtest_setup(item):
 
 def pytest_sessionfinish():
     ranks.shutdown()
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """``once(world, body, *args)``: the folder that ``body(rank, world, folder, *args)`` has written, and what it returned on
+    each rank. For all tests of a module it is called once."""
+    made = {}
+
+    def get(world, body, *args):
+        key = world, body, repr(args)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(body.__name__)
+            made[key] = folder, ranks.run(world, body, folder, *args)
+        return made[key]
+
+    return get

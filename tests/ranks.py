@@ -39,7 +39,9 @@ GRACE = 5.0
 PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch", "torch.distributed", "torch._dynamo", "shardstep"])
+_context.set_forkserver_preload(
+    ["pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch._dynamo", "shardstep"]
+)
 _pools = {}
 
 

@@ -9,10 +9,12 @@ shared memory and no file is left.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,39 +34,58 @@ NOTICED = 1.0  # seconds
 
 
 def plan_of(kills, world, seed):
-    """Every phase before any comes again; each kill a step or two after the one before."""
+    """Every phase before any comes again; each kill in one of the first steps after a start."""
     generator = random.Random(seed)
     phases = [phase for _ in range(0, kills, len(PHASES)) for phase in generator.sample(PHASES, len(PHASES))]
-    plan, step = [], 0
+    plan = []
     for phase in phases[:kills]:
-        step += generator.randint(1, 2)
         at_once = phase in ("update", "all-gather") or generator.random() < 0.3
-        seconds = 0 if at_once else round(generator.uniform(0.001, 0.06), 3)
+        seconds = 0 if at_once else round(generator.uniform(0.001, 0.03), 3)
         asynchronous = phase == "async save" or (phase != "sync save" and generator.random() < 0.5)
-        plan.append([generator.randrange(world), step, phase, seconds, asynchronous])
+        plan.append([generator.randrange(world), generator.randint(0, 2), phase, seconds, asynchronous])
     return plan
 
 
-def train(folder, world, steps, plan=(), first_attempt=0, restarts=0, timeout=300):
+def steps_for(plan):
+    """So many that every kill comes before the end, however many steps are done between the starts."""
+    return 4 * len(plan) + 4
+
+
+def arguments(folder, world, steps):
+    """Of ``examples/train_text.py``."""
+    accumulate = str(MICRO_BATCHES // world)
+    return [
+        "--steps", str(steps), *MODEL, "--accumulate", accumulate, "--save-every", "1", "--resume", "auto", "--out", str(folder)
+    ]
+
+
+def description(folder, plan=()):
+    """For ``soak_rank.py``."""
+    return {"log": str(folder / "log"), "plan": plan}
+
+
+def train(folder, world, steps, plan=(), timeout=300):
     """One torchrun; its exit status. The checkpoints are in ``folder/checkpoints``, what the ranks said in ``folder/log``."""
-    folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
+    temporary.mkdir(parents=True)
     mark = uuid.uuid4().hex
-    soak = {"log": str(folder / "log"), "plan": plan, "first_attempt": first_attempt}
     environment = {
-        **os.environ, "SOAK": json.dumps(soak), "SOAK_MARK": mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ, "SOAK": json.dumps(description(folder, plan)), "SOAK_MARK": mark, "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-        "--max-restarts", str(restarts), "--monitor-interval", "0.5", "--log-dir", str(folder / "torchrun"),
-        str(RANK_PROGRAM), "--steps", str(steps), *MODEL,
-        "--accumulate", str(MICRO_BATCHES // world), "--save-every", "1", "--resume", "auto", "--out", str(folder),
+        "--max-restarts", str(len(plan)), "--monitor-interval", "0.5", "--log-dir", str(folder / "torchrun"),
+        str(RANK_PROGRAM), *arguments(folder, world, steps),
     ]
-    with open(folder / "output", "a") as output:
-        process = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=timeout)
-    assert_nothing_left(mark, temporary)
+    try:
+        with open(folder / "output", "w") as output:
+            process = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=timeout)
+        assert_nothing_left(mark, temporary)
+    finally:
+        for process_id, _ in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process_id), signal.SIGKILL)
     return process.returncode
 
 
@@ -75,6 +96,11 @@ def assert_nothing_left(mark, temporary):
     assert not left, f"processes are left: {left}"
     files = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
     assert not files, f"files are left: {files}"
+
+
+def shared_memory():
+    """Names of it. Python's own locks are there too, those of every program."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def marked(mark):
@@ -93,10 +119,10 @@ def read_log(folder):
         return [json.loads(line) for line in file]
 
 
-def assert_survivors_named_the_rank(log, plan, world, noticed):
+def assert_survivors_named_the_rank(folder, plan, worlds, noticed=NOTICED):
     """For every kill of the plan: the other ranks' errors, and their delays. Returns the longest delay."""
-    longest = 0.0
-    for attempt, (victim, _, phase, *_) in enumerate(plan):
+    longest, log = 0.0, read_log(folder)
+    for attempt, ((victim, _, phase, *_), world) in enumerate(zip(plan, worlds)):
         said = [line for line in log if line["attempt"] == attempt]
         killed = [line for line in said if "killed" in line]
         assert [(line["rank"], line["killed"]) for line in killed] == [(victim, phase)], (attempt, said)
@@ -123,28 +149,33 @@ def final_state(folder, steps):
     return state
 
 
-def assert_only_checkpoints_left(folder):
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"checkpoints", "log", "output", "tmp", "torchrun"}, names
+def assert_same_end(alone, killed, steps, exactly=True):
+    """What two runs have saved last: all weights, and all state of the optimizer."""
+    expected, got = final_state(alone, steps), final_state(killed, steps)
+    assert got.keys() == expected.keys() and len(got) > 30
+    for key, value in expected.items():
+        difference = float((got[key].double() - value.double()).abs().max())
+        assert torch.equal(got[key], value) if exactly else difference <= 1e-6, f"{key} differs by {difference}"
+
+
+def assert_only_checkpoints_left(folder, *others):
+    assert {path.name for path in folder.iterdir()} == {"checkpoints", "log", *others}
     assert all(path.name.startswith("step-") for path in (folder / "checkpoints").iterdir())
 
 
-def soak(folder, kills, seed, world=2, noticed=NOTICED):
-    """Returns the run that was left alone, its number of steps, and the longest time in which a death was noticed."""
+def soak(folder, kills, seed, world=2):
+    """Returns the number of steps, and the longest time in which a death was noticed."""
     plan = plan_of(kills, world, seed)
-    steps = plan[-1][1] + 2
-    shared_memory = set(os.listdir("/dev/shm"))
+    steps = steps_for(plan)
+    shared = shared_memory()
     assert train(folder / "alone", world, steps) == 0, (folder / "alone" / "output").read_text()[-5000:]
-    status = train(folder / "killed", world, steps, plan, restarts=kills, timeout=60 + 30 * kills)
+    status = train(folder / "killed", world, steps, plan, timeout=60 + 30 * kills)
     assert status == 0, (folder / "killed" / "output").read_text()[-5000:]
-    longest = assert_survivors_named_the_rank(read_log(folder / "killed"), plan, world, noticed)
-    expected, got = (final_state(folder / name, steps) for name in ("alone", "killed"))
-    assert got.keys() == expected.keys() and len(got) > 30
-    for key, value in expected.items():
-        assert torch.equal(got[key], value), f"{key} differs by {float((got[key] - value).abs().max())}"
-    assert_only_checkpoints_left(folder / "killed")
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-    return folder / "alone", steps, longest
+    longest = assert_survivors_named_the_rank(folder / "killed", plan, [world] * kills)
+    assert_same_end(folder / "alone", folder / "killed", steps)
+    assert_only_checkpoints_left(folder / "killed", "output", "tmp", "torchrun")
+    assert shared_memory() <= shared
+    return steps, longest
 
 
 def main():
@@ -153,11 +184,12 @@ def main():
     parser.add_argument("--seed", type=int, default=random.randrange(1000))
     parser.add_argument("--nproc-per-node", type=int, default=2)
     args = parser.parse_args()
-    print(f"{args.kills} kills, seed {args.seed}")
+    print(f"{args.kills} kills, seed {args.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and no process or folder is left
     folder = Path(tempfile.mkdtemp(prefix="shardstep-soak-"))
     try:
         began = time.monotonic()
-        _, steps, longest = soak(folder, args.kills, args.seed, args.nproc_per_node)
+        steps, longest = soak(folder, args.kills, args.seed, args.nproc_per_node)
         print(f"{steps} steps in {time.monotonic() - began:.0f} s, equal to the bit")
         print(f"deaths were noticed within {longest * 1e3:.0f} ms")
     finally:

@@ -1,5 +1,6 @@
 """``shardstep.checkpoint``: what is saved comes back, at any number of ranks, complete or not at all."""
 
+import contextlib
 import io
 import os
 import random
@@ -26,7 +27,7 @@ def drawn():
     return [random.random(), float(torch.rand(())), float(numpy.random.rand())]
 
 
-def run(rank, world, form, folder, options, asynchronous):
+def run(rank, world, folder, form, options, asynchronous=False):
     model, optimizer = start(form, seed=1, **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.8**step])
     for step in range(3):
@@ -57,24 +58,10 @@ def resume(rank, world, form, folder, options):
     return weights(model), numbers, restored, before
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    made = {}
-
-    def get(form, world, options=None, asynchronous=False):
-        key = form, world, str(options), asynchronous
-        if key not in made:
-            folder = tmp_path_factory.mktemp("run")
-            made[key] = folder, ranks.run(world, run, form, folder, options or {}, asynchronous)
-        return made[key]
-
-    return get
-
-
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("before", WORLDS)
-def test_run_goes_on_at_any_number_of_ranks(saved, before, world):
-    folder, expected = saved("wrap", before)
+def test_run_goes_on_at_any_number_of_ranks(once, before, world):
+    folder, expected = once(before, run, "wrap", {})
     for rank, (got, numbers, restored, others) in enumerate(ranks.run(world, resume, "wrap", folder, {})):
         assert_same(got, expected[0][0], exactly=before == world)
         assert (restored.step, restored.path) == (3, folder / "step-00000003")
@@ -85,10 +72,10 @@ def test_run_goes_on_at_any_number_of_ranks(saved, before, world):
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}, {"transport": "c10d"}], ids=["", "bf16", "c10d"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("form", ["wrap", "class"])
-def test_every_form_goes_on_to_the_bit(saved, form, asynchronous, options):
+def test_every_form_goes_on_to_the_bit(once, form, asynchronous, options):
     if form == "class" and "param_dtype" in options:
         pytest.skip("the class form keeps the model's own types")
-    folder, expected = saved(form, 2, options, asynchronous)
+    folder, expected = once(2, run, form, options, asynchronous)
     for got, *_ in ranks.run(2, resume, form, folder, options):
         assert_same(got, expected[0][0], exactly=True)
 
@@ -113,8 +100,8 @@ def another_model(rank, world, path):
         checkpoint.load(path, model, optimizer)
 
 
-def test_another_model_is_refused_by_the_names_that_differ(saved):
-    ranks.run(2, another_model, saved("wrap", 2)[0])
+def test_another_model_is_refused_by_the_names_that_differ(once):
+    ranks.run(2, another_model, once(2, run, "wrap", {})[0])
 
 
 def groups_of(rank, world, path, regrouped):
@@ -137,8 +124,8 @@ def groups_of(rank, world, path, regrouped):
     return [(group["weight_decay"], group["lr"], group["initial_lr"]) for group in optimizer.param_groups]
 
 
-def test_options_of_groups_go_to_parameters_by_name(saved):
-    folder, _ = saved("wrap", 2)
+def test_options_of_groups_go_to_parameters_by_name(once):
+    folder, _ = once(2, run, "wrap", {})
     got = ranks.run(2, groups_of, folder, False)
     expected = [(0.0, 1e-2 * 0.8**3, 1e-2), (0.1, 1e-2 * 0.9**3, 1e-2)]
     assert got[0] == got[1] == [pytest.approx(group) for group in expected]
@@ -298,6 +285,39 @@ def two_optimizers(rank, world, folder):
 
 def test_two_optimizers_are_saved_together_and_weights_load_alone(tmp_path):
     ranks.run(2, two_optimizers, tmp_path)
+
+
+def in_a_window(rank, world, folder):
+    """A save and a load between two backwards: the gradients stay what they are, and the weights are those of the last step."""
+    model, optimizer = start("wrap", seed=1)
+    train(model, optimizer, [0], rank, world)
+    before = weights(model)
+
+    def second_step(disturb):
+        for step in (1, 2):
+            x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+            with model.no_sync() if step == 1 else contextlib.nullcontext():
+                model(x).backward()
+            if step == 1:
+                disturb()
+        optimizer.step()
+        optimizer.zero_grad()
+        return weights(model)
+
+    expected = second_step(lambda: checkpoint.save(folder, model, optimizer, step=1))
+    steps = model.stats()["total"]["steps"]
+    checkpoint.load(folder, model, optimizer)
+    assert_same(weights(model), before, exactly=True)
+    assert model.stats()["total"]["steps"] == steps
+    assert_same(second_step(lambda: checkpoint.load(folder, model, optimizer)), expected, exactly=True)
+    now, wire = model.stats(), model.stats()["step"]["wire_bytes"]
+    assert now["total"]["steps"] == steps + 1
+    train(model, optimizer, [3], rank, world)
+    assert model.stats()["step"]["wire_bytes"] == wire  # what a load sends is part of no step
+
+
+def test_save_and_load_in_an_open_window_leave_its_gradients_alone(tmp_path):
+    ranks.run(2, in_a_window, tmp_path)
 
 
 # -- what it costs ------------------------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ def failing(rank, world, folder, how, asynchronous):
     dist.barrier()
     try:
         with pytest.raises(shardstep.CheckpointError, match=says) as raised:
-            checkpoint.save(folder, model, optimizer, step=3, async_=asynchronous).result()
+            full = how == "no room for a whole file"
+            checkpoint.save(folder, model, optimizer, step=3, async_=asynchronous, full=full).result()
     finally:
         dist.barrier()
         undo()
@@ -187,7 +188,18 @@ def vanishing(rank, folder):
     return lambda: setattr(checkpoint._folder, "begin", real), "rank 0: FileNotFoundError.*rank 1: FileNotFoundError"
 
 
-HOW = {"one rank's disk is full": file_limit, "read-only": read_only, "vanished": vanished, "vanishing": vanishing}
+def no_room(rank, folder):
+    """As :func:`file_limit`, where rank 0 takes the space for a whole file at once."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before), "rank 0: OSError: .*File too large: .*model.pt"
+
+
+HOW = {
+    "one rank's disk is full": file_limit, "no room for a whole file": no_room, "read-only": read_only, "vanished": vanished,
+    "vanishing": vanishing,
+}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -243,13 +255,33 @@ def test_rank_that_dies_while_saving_is_named_at_once(victim, moment, asynchrono
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def late(rank, world, folder, transport):
+def ends_before(rank, world, folder, transport):
+    """One rank dies where the others save for the first time."""
+    model, optimizer = start("wrap", seed=1, transport=transport)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(shardstep.PeerLostError, match="while saving .*rank 1") as raised:
+        checkpoint.save(folder, model, optimizer, step=1)
+    return raised.value.rank, time.monotonic() - began
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_rank_that_dies_before_the_first_save_is_named_at_once(transport, tmp_path):
+    outcomes = ranks.outcomes(3, ends_before, tmp_path, transport)
+    for rank in (0, 2):
+        assert outcomes[rank][0] == "ok", outcomes[rank]
+        assert outcomes[rank][1][0] == 1 and outcomes[rank][1][1] < 2.5
+
+
+def late(rank, world, folder, transport, before):
     """One rank comes to its save when the other has given up."""
-    model, optimizer = start("wrap", seed=1, transport=transport, timeout=1.5)
-    checkpoint.save(folder, model, optimizer, step=1)
+    model, optimizer = start("wrap", seed=1, transport=transport, timeout=1.0)
+    if before:
+        checkpoint.save(folder, model, optimizer, step=1)
     began = time.monotonic()
     if rank == 1:
-        time.sleep(2.0)
+        time.sleep(1.5)
     with pytest.raises(shardstep.Error) as raised:
         checkpoint.save(folder, model, optimizer, step=2)
     seconds = time.monotonic() - began
@@ -258,9 +290,73 @@ def late(rank, world, folder, transport):
     return type(raised.value).__name__, str(raised.value), seconds
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["first", "later"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_rank_that_does_not_come_is_a_timeout_and_the_next_save_works(transport, tmp_path):
-    waited, came = ranks.run(2, late, tmp_path, transport)
-    assert waited[0] == "TimeoutError" and "while saving" in waited[1] and 1.4 < waited[2] < 3.0, waited
-    assert came[0] in ("AbortedError", "PeerLostError") and "rank 0" in came[1] and came[2] < 3.5, came
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+def test_rank_that_does_not_come_is_a_timeout_and_the_next_save_works(transport, before, tmp_path):
+    waited, came = ranks.run(2, late, tmp_path, transport, before)
+    assert waited[0] == "TimeoutError" and "while saving" in waited[1] and 0.9 < waited[2] < 2.5, waited
+    assert came[0] in ("AbortedError", "PeerLostError") and "rank 0" in came[1] and came[2] < 3.0, came
+    if not before:
+        assert "rank 0 has waited 1 s in vain for rank 1 to do the same" in waited[1]
+        assert "rank 0 has given up" in came[1]
+    assert names(tmp_path) == ["step-00000001", "step-00000003"] if before else ["step-00000003"]
+
+
+def in_the_background(rank, world, folder):
+    """A failure that nobody asked for is told by the next save, and by that one alone."""
+    model, optimizer = start("wrap", seed=1)
+    checkpoint.save(folder, model, optimizer, step=0)
+    undo, says = file_limit(rank, folder)
+    try:
+        saving = checkpoint.save(folder, model, optimizer, step=1, async_=True)
+        while not saving.done():
+            time.sleep(0.01)
+    finally:
+        undo()
+    train(model, optimizer, [0], rank, world)
+    with pytest.raises(shardstep.CheckpointError, match=f"step-00000001: {says}"):
+        checkpoint.save(folder, model, optimizer, step=2, async_=True)
+    first = checkpoint.save(folder, model, optimizer, step=3, async_=True)
+    second = checkpoint.save(folder, model, optimizer, step=4, async_=True)
+    assert first.done()
+    second.result()
+
+
+def test_failure_in_the_background_is_told_by_the_next_save(tmp_path):
+    ranks.run(2, in_the_background, tmp_path)
+    assert names(tmp_path) == ["step-00000000", "step-00000003", "step-00000004"]
+
+
+def leaves_at_once(folder):
+    """The program ends while its last checkpoints are being written."""
+    real = os.fsync
+    os.fsync = lambda descriptor: time.sleep(0.1) or real(descriptor)
+    done = []
+    for transport in ("shm", "c10d"):
+        model, optimizer = start("wrap", seed=1, transport=transport)
+        done.append(checkpoint.save(folder / transport, model, optimizer, step=1, async_=True).done())
+    return done
+
+
+def test_program_that_ends_finishes_its_checkpoints(tmp_path):
+    assert shardstep.launch(leaves_at_once, tmp_path) == [[False, False]] * 2
+    for folder in (tmp_path / "shm", tmp_path / "c10d"):
+        assert checkpoint.latest(folder) == folder / "step-00000001"
+        assert names(folder) == ["step-00000001"]
+
+
+def test_somebody_else_may_remove_checkpoints_too(tmp_path, monkeypatch):
+    folder = checkpoint._folder
+    for step in range(4):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    real = folder.candidates
+
+    def candidates(path):
+        found = real(path)
+        shutil.rmtree(found[-1])
+        return found
+
+    monkeypatch.setattr(folder, "candidates", candidates)
+    partial = folder.begin(tmp_path, 4)
+    folder.commit(partial, tmp_path / "step-00000004", folder.Manifest(4, 1, False, {}), keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]

@@ -1,4 +1,4 @@
-"""A save needs no memory to speak of; one in the background a copy of the rank's own part."""
+"""A save and a load need no memory to speak of; a save in the background a copy of the rank's own part."""
 
 import ctypes
 import gc
@@ -54,16 +54,37 @@ class Watch:
         dist.barrier()
 
 
-def costs(rank, world, folder, options):
+M_MMAP_THRESHOLD = -3
+
+
+def made():
+    # Freed memory goes back to the kernel at once: the allocator would keep the more of it the larger it was.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 * 1024)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     model, optimizer = shardstep.wrap(model, torch.optim.AdamW(model.parameters()), bucket_cap_mb=BUCKET / MB)
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer
+
+
+def costs(rank, world, folder, options):
+    model, optimizer = made()
     checkpoint.save(folder / "first", model, optimizer, step=0, **options).result()  # imports, and opens its channel
     with Watch() as saving:
         checkpoint.save(folder / "second", model, optimizer, step=1, **options).result()
-    return saving.extra
+    checkpoint.load(folder / "first", model, optimizer)
+    with Watch() as loading:
+        checkpoint.load(folder / "second", model, optimizer)
+    return saving.extra, loading.extra
+
+
+def costs_of_load(rank, world, folder):
+    model, optimizer = made()
+    checkpoint.load(folder / "first", model, optimizer)
+    with Watch() as loading:
+        checkpoint.load(folder / "second", model, optimizer)
+    return loading.extra
 
 
 #: What else a process may take meanwhile: the interpreter's and the allocator's own.
@@ -77,8 +98,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_save_needs_at_most_a_bucket_or_in_the_background_a_shard(case, tmp_path):
+def test_save_and_load_need_at_most_a_bucket_and_a_save_in_the_background_a_shard(case, tmp_path):
     options, bound = CASES[case]
-    for saving in ranks.run(WORLD, costs, tmp_path, options):
+    for saving, loading in ranks.run(WORLD, costs, tmp_path, options, fresh=True):
         assert saving <= bound + NOISE, f"{saving / MB:.1f} MB; a shard has {SHARD / MB:.1f}"
         assert case != "async" or saving > SHARD // 2  # so it is seen at all
+        assert loading <= BUCKET + NOISE, f"{loading / MB:.1f} MB"
+    if case == "sync":  # one process loads the parts that two have written
+        loading = ranks.run(1, costs_of_load, tmp_path, fresh=True)[0]
+        assert loading <= BUCKET + NOISE, f"{loading / MB:.1f} MB"

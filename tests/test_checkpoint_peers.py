@@ -65,7 +65,7 @@ def load_by_dcp(model, optimizer, folder):
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
-def peer_saves(rank, world, peer, folder):
+def peer_saves(rank, world, folder, peer):
     """Both by DCP and by torch.save; and goes on."""
     model, optimizer = PEERS[peer].start(seed=1)
     optimizer.param_groups[1]["lr"] = 2e-2
@@ -94,31 +94,19 @@ def we_go_on(rank, world, form, folder, how, plain):
     return weights(model)
 
 
-@pytest.fixture(scope="module")
-def of_peer(tmp_path_factory):
-    made = {}
-
-    def get(peer):
-        if peer not in made:
-            folder = tmp_path_factory.mktemp("peer")
-            made[peer] = folder, ranks.run(PEERS[peer].world, peer_saves, peer, folder)[0]
-        return made[peer]
-
-    return get
-
-
 @pytest.mark.parametrize("how", ["dcp", "checkpoint.load", "torch.load"])
 @pytest.mark.parametrize("peer", PEERS)
-def test_we_go_on_from_a_peers_checkpoint(peer, how, of_peer):
+def test_we_go_on_from_a_peers_checkpoint(peer, how, once):
     if (peer, how) == ("fsdp2", "torch.load"):
         pytest.skip("FSDP2 has no whole state_dict to save")
-    folder, expected = of_peer(peer)
+    folder, expected = once(PEERS[peer].world, peer_saves, peer)
     form = "class" if how == "torch.load" else "wrap"
     for got in ranks.run(3, we_go_on, form, folder, how, peer == "fsdp2"):
-        assert_same(got, expected, exactly=False)
+        assert_same(got, expected[0], exactly=False)
 
 
-def we_save(rank, world, form, folder, how, plain):
+def we_save(rank, world, folder, how, plain):
+    form = "wrap" if how == "dcp" else "class"
     model, optimizer = start(form, seed=1, plain=plain)
     optimizer.param_groups[1]["lr"] = 2e-2
     train(model, optimizer, range(3), rank, world)
@@ -138,26 +126,13 @@ def peer_goes_on(rank, world, peer, folder):
     return full(model)
 
 
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    made = {}
-
-    def get(how, plain):
-        if (how, plain) not in made:
-            folder = tmp_path_factory.mktemp("ours")
-            expected = ranks.run(3, we_save, "wrap" if how == "dcp" else "class", folder, how, plain)[0]
-            made[how, plain] = folder if how == "dcp" else folder / "step-00000003", expected
-        return made[how, plain]
-
-    return get
-
-
 @pytest.mark.parametrize("how", ["dcp", "checkpoint.save"])
 @pytest.mark.parametrize("peer", PEERS)
-def test_a_peer_goes_on_from_our_checkpoint(peer, how, ours):
-    folder, expected = ours(how, peer == "fsdp2")
+def test_a_peer_goes_on_from_our_checkpoint(peer, how, once):
+    folder, expected = once(3, we_save, how, peer == "fsdp2")
+    folder = folder if how == "dcp" else folder / "step-00000003"
     for got in ranks.run(PEERS[peer].world, peer_goes_on, peer, folder):
-        assert_same(got, expected, exactly=False)
+        assert_same(got, expected[0], exactly=False)
 
 
 # -- BF16 weights with FP32 masters -------------------------------------------------------------------------------
@@ -171,8 +146,12 @@ def masters_of(model, optimizer):
     found = {}
     for name, parameter in zip(names, model.parameters()):
         shard = state.get(positions[id(parameter)], {}).get("master_param")
-        found[name] = shard.gather() if shard is not None else parameter.detach().float()
+        found[name] = shard.gather() if shard is not None else parameter.detach().to(masters_dtype(parameter))
     return found
+
+
+def masters_dtype(parameter):
+    return torch.complex64 if parameter.is_complex() else torch.float32
 
 
 def low_saves(rank, world, folder):
@@ -188,7 +167,9 @@ def low_loads(rank, world, folder):
     checkpoint.load(folder, model, optimizer)
     masters = masters_of(model, optimizer)
     for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, masters[name].bfloat16()), name
+        kept = parameter.is_complex()
+        assert parameter.dtype == (torch.complex64 if kept else torch.bfloat16)
+        assert torch.equal(parameter, masters[name] if kept else masters[name].bfloat16()), name
     return masters
 
 
@@ -200,7 +181,7 @@ def ddp_loads(rank, world, folder):
 
 def test_masters_become_the_weights_of_a_plain_fp32_model(tmp_path):
     masters = ranks.run(3, low_saves, tmp_path)[0]
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
+    assert not torch.equal(masters["pair"], masters["pair"].bfloat16().float())
     for got in ranks.run(WORLD, ddp_loads, tmp_path / "step-00000003"):
         assert_same(got, masters, exactly=True)
     # And back into masters, from both kinds of folder: ours has them as the model's weights, torch's beside them.
@@ -209,8 +190,8 @@ def test_masters_become_the_weights_of_a_plain_fp32_model(tmp_path):
             assert_same(got, masters, exactly=True)
 
 
-def test_weights_of_a_plain_fp32_model_become_masters(of_peer):
-    folder, _ = of_peer("ddp")
+def test_weights_of_a_plain_fp32_model_become_masters(once):
+    folder, _ = once(WORLD, peer_saves, "ddp")
     expected = ranks.run(WORLD, ddp_loads, folder / "dcp")[0]
     frozen = {name for name in expected if name.startswith("frozen.")}
     for got in ranks.run(3, low_loads, folder / "dcp"):

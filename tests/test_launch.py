@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
 import shardstep
 import torch
 import torch.distributed as dist
@@ -219,3 +220,21 @@ def test_ranks_end_with_a_caller_that_is_killed(tmp_path):
     wait_until(lambda: not any(map(alive, ranks)))
     for child in children:
         os.kill(child, signal.SIGKILL)
+
+
+def joins(rank, world, port, late):
+    os.environ["MASTER_PORT"] = str(port)
+    if rank == late:
+        time.sleep(0.5)
+    shardstep.init()
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_ranks_that_are_started_again_do_not_take_each_other_for_those_before():
+    """torchrun's agent has one store for all starts, in which Gloo finds the addresses of ranks that are gone."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for late in (0, 1, 0):
+        outcomes = ranks.outcomes(2, joins, store.port, late, group=False, timeout=30)
+        assert [outcome[:2] for outcome in outcomes] == [("ok", 3.0)] * 2, outcomes

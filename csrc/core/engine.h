@@ -224,8 +224,12 @@ ss_code ss_engine_update(ss_engine *engine, const ss_update *update, ss_error *e
    parameter are adopted before it; afterwards pieces are rounded to the parameter's dtype and published. */
 ss_code ss_engine_adopt(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
 ss_code ss_engine_publish(ss_engine *engine, const int32_t *params, int32_t count, ss_error *err);
-/* Communicates: collects what was published, on every rank. Ends the step. */
+/* Communicates: collects what was published, on every rank. */
 ss_code ss_engine_gather(ss_engine *engine, ss_error *err);
+/* The step ends with the gather after its update; what is gathered otherwise (a loaded checkpoint) is part of none. */
+void ss_engine_end_step(ss_engine *engine);
+/* As the transport's `lost`. */
+int ss_engine_lost_peer(ss_engine *engine);
 /* Sets masters from the parameters as they are now. */
 void ss_engine_reset_masters(ss_engine *engine);
 

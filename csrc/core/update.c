@@ -305,11 +305,25 @@ ss_code ss_engine_gather(ss_engine *e, ss_error *err)
             }
         }
     }
+    e->stats.exposed_seconds += ss_now() - begin;
+    pthread_mutex_unlock(&e->lock);
+    return code;
+}
+
+void ss_engine_end_step(ss_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
     e->want_norms = e->norms_asked;
     e->norms_asked = false;
     e->window_backwards = 0;
     e->stats.steps++;
-    e->stats.exposed_seconds += ss_now() - begin;
     pthread_mutex_unlock(&e->lock);
-    return code;
+}
+
+int ss_engine_lost_peer(ss_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    int rank = e->transport->ops->lost(e->transport);
+    pthread_mutex_unlock(&e->lock);
+    return rank;
 }

@@ -626,6 +626,26 @@ static PyObject *engine_gather(EngineObject *self, PyObject *unused)
     return none_or_raise(code, &err);
 }
 
+static PyObject *engine_end_step(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    ss_engine_end_step(self->engine);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_lost_peer(EngineObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (check_open(self) < 0) {
+        return NULL;
+    }
+    int rank = ss_engine_lost_peer(self->engine);
+    return rank < 0 ? Py_NewRef(Py_None) : PyLong_FromLong(rank);
+}
+
 static PyObject *engine_reset_masters(EngineObject *self, PyObject *unused)
 {
     (void)unused;
@@ -809,6 +829,8 @@ static PyMethodDef methods[] = {
     {"adopt", (PyCFunction)engine_adopt, METH_VARARGS, NULL},
     {"publish", (PyCFunction)engine_publish, METH_VARARGS, NULL},
     {"gather", (PyCFunction)engine_gather, METH_NOARGS, NULL},
+    {"end_step", (PyCFunction)engine_end_step, METH_NOARGS, NULL},
+    {"lost_peer", (PyCFunction)engine_lost_peer, METH_NOARGS, "A rank that has ended, or None. Never blocks."},
     {"reset_masters", (PyCFunction)engine_reset_masters, METH_NOARGS, NULL},
     {"update", (PyCFunction)engine_update, METH_VARARGS, update_doc},
     {"stats", (PyCFunction)engine_stats, METH_NOARGS, NULL},

@@ -398,6 +398,8 @@ extern "C" ss_code ss_control_look(ss_control *control, int ask_store, ss_error 
     }
 }
 
+extern "C" int ss_control_lost(ss_control *control) { return control->dead(); }
+
 extern "C" void ss_control_waits(ss_control *control, uint64_t number) { control->waits('b', number); }
 
 extern "C" void ss_control_missing(ss_control *control, uint64_t number, char *missing, size_t size)

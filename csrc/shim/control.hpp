@@ -84,6 +84,8 @@ class Control {
     void give_up(const char *message);
     // Lets the others know. 'A': this rank has given up, 'L': that rank was lost.
     void tell(char kind, int rank, const std::string &text);
+    // A rank on this host whose process has ended, or -1.
+    int dead();
     // Throws what is known of peers. False when the store is gone.
     bool look(bool ask_store);
     void waits(char kind, uint64_t number);
@@ -99,7 +101,6 @@ class Control {
     std::optional<ss_error> failed;
 
   private:
-    int dead();
     // With `named`, a timeout says which ranks have not come to this exchange.
     void wait_for(const char *phase, int bucket, const std::function<bool()> &ready, const std::function<void()> &progress,
                   bool named);

@@ -30,6 +30,9 @@ ss_code ss_control_exchange(ss_control *control, const void *mine, size_t bytes,
    some rank given up? SS_OK when not. */
 ss_code ss_control_look(ss_control *control, int ask_store, ss_error *err);
 
+/* See ss_transport_ops.lost. */
+int ss_control_lost(ss_control *control);
+
 /* For whom does this rank wait? Ranks that wait for long say so, by the number of what they wait for; on a timeout those that
    have not come so far are named. `missing` gets " (ranks 1 and 3 were not seen there)" or "". Any thread. */
 void ss_control_waits(ss_control *control, uint64_t number);

@@ -191,6 +191,11 @@ static void nccl_fail(ss_transport *base, const char *message)
     ss_control_fail(t->control, message);
 }
 
+static int nccl_lost(ss_transport *base)
+{
+    return ss_control_lost(ss_nccl_of(base)->control);
+}
+
 const ss_transport_ops ss_nccl_ops = {
     .size = sizeof(ss_transport_ops),
     .name = "nccl",
@@ -205,5 +210,6 @@ const ss_transport_ops ss_nccl_ops = {
     .collect = nccl_collect,
     .release = nccl_release,
     .fail = nccl_fail,
+    .lost = nccl_lost,
     .close = ss_nccl_close,
 };

@@ -430,6 +430,20 @@ static void shm_fail(ss_transport *transport, const char *message)
     leave(shm_of(transport), SS_SHM_FAILED, message != NULL ? message : "no reason given");
 }
 
+static int shm_lost(ss_transport *transport)
+{
+    ss_shm *t = shm_of(transport);
+    int lost = -1;
+    for (int k = 0; k < t->base.world; k++) {
+        int closed = atomic_load(&t->controls[k]->state) == SS_SHM_CLOSED;
+        if (k != t->base.rank && !closed && !t->wire->ops->alive(t->wire, k)) {
+            return k;
+        }
+        lost = closed && k != t->base.rank && lost < 0 ? k : lost; /* because another has died, perhaps */
+    }
+    return lost;
+}
+
 static void destroy(ss_shm *t)
 {
     while (t->chunks != NULL) {
@@ -470,6 +484,7 @@ static const ss_transport_ops shm_ops = {
     .collect = shm_collect,
     .release = shm_release,
     .fail = shm_fail,
+    .lost = shm_lost,
     .close = shm_close,
 };
 

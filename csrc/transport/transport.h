@@ -107,6 +107,9 @@ typedef struct {
        blocks. The transport is of no use afterwards. */
     void (*fail)(ss_transport *t, const char *message);
 
+    /* Never blocks. A peer whose process has ended, or that has closed its transport, as far as this rank can see; or -1. */
+    int (*lost)(ss_transport *t);
+
     /* Frees everything but regions that are still referenced. Never blocks. */
     void (*close)(ss_transport *t);
 } ss_transport_ops;

@@ -22,7 +22,7 @@ from shardstep import _C, _device, _dynamo
 from shardstep._buffers import CHUNK, Buffers
 from shardstep._edits import Edits, refuse_unknown
 from shardstep._errors import MismatchError, UsageError
-from shardstep._flat_shard import Cut, memory_order
+from shardstep._flat_shard import Cut, FlatShard, memory_order
 from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient, piece_grad
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._plan import Plan, kinds_of
@@ -399,10 +399,17 @@ class Engine:
         return self.slots.piece(i) is not None
 
     def cut(self, i: int) -> Cut:
-        """What this rank owns of parameter i, which is in the layout. A complex one is cut as what ``view_as_real`` shows."""
+        """What this rank owns of parameter i, which is in the layout."""
         slot, parameter = self.slots[i], self.params[i].detach()
-        parameter = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        return Cut(parameter.shape, slot["begin"], slot["numel"], memory_order(parameter), self.group.process_group)
+        numbers = 2 if parameter.is_complex() else 1  # for each element; no segment ends between the two
+        begin, numel = slot["begin"] // numbers, slot["numel"] // numbers
+        return Cut(parameter.shape, begin, numel, memory_order(parameter), self.group.process_group)
+
+    def shard(self, i: int, piece: torch.Tensor) -> FlatShard:
+        """This rank's piece of a tensor of parameter i's shape, flat and real as updates have it, under that shape."""
+        if self.params[i].is_complex():
+            piece = torch.view_as_complex(piece.view(piece.numel() // 2, 2))
+        return FlatShard(piece, self.cut(i))
 
     def follow_weights(self) -> None:
         """The model's state was loaded: masters become the loaded weights. Masters that an optimizer has loaded since the last
@@ -631,7 +638,17 @@ class Engine:
         self._optimizers.append(weakref.ref(optimizer))
         return len(self._optimizers) - 1
 
+    def send_weights(self) -> None:
+        """This rank's pieces, which have changed otherwise than by a step, go to the others. Collective."""
+        before = self.core.stats()
+        self.core.publish(indices(i for i in range(len(self.params)) if self.placed(i)))
+        self.core.gather()
+        self.masters_loaded = False
+        after = self.core.stats()
+        self._last_totals = {key: value + after[key] - before[key] for key, value in self._last_totals.items()}
+
     def note_step(self) -> None:
+        self.core.end_step()
         self._unchecked = True
         self.masters_loaded = False
         if self.buffers.follow:  # here, where all ranks are: a rank that skips a forward must not make the others wait

@@ -1,5 +1,6 @@
 """Process groups: who takes part, and which transport they use."""
 
+import functools
 import hashlib
 import os
 import uuid
@@ -13,7 +14,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 
 from shardstep import _C
 from shardstep._device import Device, nccl_library, nccl_of_wheel
-from shardstep._errors import MismatchError, TransportError, UsageError
+from shardstep._errors import Error, MismatchError, TransportError, UsageError
 
 TRANSPORTS = ("auto", "shm", "c10d", "nccl")
 
@@ -68,7 +69,7 @@ class Group:
         Made by hand, because ``dist.new_group`` names a subgroup by its ranks: once the first is destroyed, the next would
         find the first one's addresses in the store.
         """
-        name = f"shardstep/{purpose}/{self.gather(uuid.uuid4().hex)[0]}"
+        name = f"shardstep/{purpose}/{self.name}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         later = timedelta(seconds=timeout + GLOO_GRACE)
         backend = dist.ProcessGroupGloo(store, self.rank, self.world, later)
@@ -89,6 +90,11 @@ class Group:
         for group in channel:
             _unregister_process_group(group.group_name)
         BORROWED.discard(self.borrowed)
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Of this object, on all its ranks, among all that there are and were. Collective when it is asked for first."""
+        return self.gather(uuid.uuid4().hex)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective."""
@@ -171,17 +177,21 @@ def _identity() -> "str | None":
 
 def _open_shm(group: Group, timeout: float) -> Any:
     """A capsule, or the reason (a string) why some rank cannot use shared memory. Collective."""
-    answers = group.gather((_identity(), uuid.uuid4().hex))
-    hosts = {host for host, _ in answers}
+    hosts = set(group.gather(_identity()))
     if None in hosts:
         return "the host cannot be identified"
     if len(hosts) > 1:
         return "the ranks are on different hosts, users or network namespaces"
+    capsule, failed = None, None
     try:
-        capsule, reason = _C.open_shm(answers[0][1], group.rank, group.world, timeout), None
-    except TransportError as error:
-        capsule, reason = None, str(error)
-    reasons = [f"rank {rank}: {why}" for rank, why in enumerate(group.gather(reason)) if why]
+        capsule = _C.open_shm(group.name, group.rank, group.world, timeout)
+    except Error as error:
+        failed = error
+    try:
+        everyone = group.gather(str(failed) if failed is not None else None)
+    except RuntimeError as error:
+        raise failed or error from None  # a rank has died
+    reasons = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why]
     return capsule if not reasons else "; ".join(reasons)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardstep._errors import RankFailedError, UsageError
+from shardstep._errors import RankFailedError, TimeoutError, UsageError
 from shardstep._groups import seconds
 from shardstep._rank import Outcome, Task
 
@@ -34,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 OTHERS = 2.0  # seconds in which, after a rank has failed, the others can say what they have to say
 END = 2.0  # seconds from SIGINT to SIGKILL
 EXIT = 10.0  # seconds that a rank which is done may take to exit
+START_POLL = 0.005  # seconds between looks at whether the other ranks have started
 POLL = 0.05  # seconds between looks at whether a rank is alive
 OUTPUT = 10_000  # bytes of a rank's output in an error
 
@@ -46,7 +48,37 @@ def init(timeout: "float | timedelta" = 600.0) -> None:
     """
     if dist.is_initialized() or not all(os.environ.get(name) for name in TORCHRUN):
         return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds(timeout)))
+    limit = seconds(timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+    store = dist.PrefixStore(f"shardstep/start/{_agree_on_start(store, rank, world, limit)}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=limit))
+
+
+def _agree_on_start(store: "dist.Store", rank: int, world: int, timeout: float) -> str:
+    """A name for this start of the ranks that no earlier one had. Collective.
+
+    When torchrun starts ranks again it gives them the store that those before them had, and Gloo, which goes by the same names
+    every time, may find the address of a process that is dead (pytorch/pytorch#135712). ``TORCHELASTIC_RESTART_COUNT`` is no
+    such name: each of several agents counts by itself. So every rank brings a number of its own, and takes rank 0's for the
+    name once rank 0 has seen that number.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    numbers, seen = [f"shardstep/start/of/{r}" for r in range(world)], "shardstep/start/seen"
+
+    def found(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    store.set(numbers[rank], mine)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            store.set(seen, " ".join(found(key) or "none" for key in numbers))
+            if store.add(f"shardstep/start/agreed/{mine}", 0) == world - 1:
+                return mine
+        elif len(everyone := found(seen).split()) == world and everyone[rank] == mine:
+            store.add(f"shardstep/start/agreed/{everyone[0]}", 1)
+            return everyone[0]
+        time.sleep(START_POLL)
+    raise TimeoutError(f"rank {rank} has waited {timeout:g} s in vain for all {world} ranks to call init()")
 
 
 def launch(fn: Callable[..., T], *args: Any, nproc_per_node: int = 2, **kwargs: Any) -> list[T]:

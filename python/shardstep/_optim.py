@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from shardstep import _join
 from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
 from shardstep._errors import UsageError
-from shardstep._flat_shard import FlatShard
 from shardstep._full_state import extend_torch
 from shardstep._plan import ELEMENTWISE, WHOLE, Plan, check_foreign, check_group
 from shardstep._rules import MASTER, FusedRule, TorchRule, WholeRule, piece_of
@@ -300,6 +299,10 @@ class ShardedOptimizer(Optimizer):
         torch.distributed.checkpoint at any world size, and for ``torch.save`` to be loaded at the same one. Parameters of low
         precision carry their FP32 master as ``master_param``."""
         extend_torch()
+        return self.state_to_save()
+
+    def state_to_save(self) -> "dict[str, Any]":
+        """:meth:`state_dict` for those who need nothing of torch.distributed.checkpoint's ``state_dict`` module."""
         if "engine" in self.__dict__:
             self._follow_groups()
             self._follow_state()
@@ -309,13 +312,12 @@ class ShardedOptimizer(Optimizer):
             i = self.engine.index.get(id(parameter))
             if i is None or not self.engine.placed(i):
                 continue
-            cut = self.engine.cut(i)
             state = {
-                key: FlatShard(value, cut) if type(value) is torch.Tensor and value.dim() == 1 else value
+                key: self.engine.shard(i, value) if type(value) is torch.Tensor and value.dim() == 1 else value
                 for key, value in self._rule.to_save(i).items()
             }
             if parameter.dtype in LOW:
-                state[MASTER] = FlatShard(self.engine.slots[i]["piece_master"], cut)
+                state[MASTER] = self.engine.shard(i, self.engine.slots[i]["piece_master"])
             if state:
                 saved["state"][position] = state
         in_order = {position: saved["state"].pop(position) for position in range(len(everyone)) if position in saved["state"]}

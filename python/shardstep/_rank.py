@@ -11,12 +11,14 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 PR_SET_PDEATHSIG = 1
+CHECKPOINT_THREAD = "shardstep-checkpoint"  # writes in the background
 
 
 class Task(NamedTuple):
@@ -46,7 +48,11 @@ def run(task: Task) -> Outcome:
         import shardstep
 
         shardstep.init()
-        return Outcome(_pickled(fn(*args, **kwargs)))
+        result = fn(*args, **kwargs)
+        for thread in threading.enumerate():
+            if thread.name == CHECKPOINT_THREAD:  # the caller ends ranks that take long to exit
+                thread.join()
+        return Outcome(_pickled(result))
     except BaseException as error:
         when = time.monotonic()
         if isinstance(error, KeyboardInterrupt):

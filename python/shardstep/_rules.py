@@ -130,13 +130,14 @@ class FusedRule:
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         parameter = self.engine.params[i]
         bucket = self.engine.slots.piece(i)[0]
-        values = [saved.get(name) for name in STATE_NAMES[self.kind]]
-        # Copies, because what is loaded may be views of what is overwritten.
-        pieces = [None if value is None else piece_of(value, i, self.engine).clone() for value in values]
-        for name, value in zip(STATE_NAMES[self.kind], pieces):
-            if value is not None:
-                self._view(name, i).copy_(value)
-            elif bucket in self.flat[name]:
+        pieces = {name: piece_of(saved[name], i, self.engine) for name in STATE_NAMES[self.kind] if saved.get(name) is not None}
+        in_place = [name for name, piece in pieces.items() if piece.data_ptr() == self._view(name, i).data_ptr()]
+        # Copies of the others, because what is loaded may be views of what is overwritten.
+        others = {name: piece.clone() for name, piece in pieces.items() if name not in in_place}
+        for name in STATE_NAMES[self.kind]:
+            if name in others:
+                self._view(name, i).copy_(others[name])
+            elif name not in pieces and bucket in self.flat[name]:
                 self._view(name, i).zero_()
         if self.kind == ADAM:
             self.steps[i] = float(saved.get("step", 0.0))
@@ -215,13 +216,16 @@ class TorchRule:
 
     def load(self, i: int, saved: "dict[str, Any]") -> None:
         shard, parameter = self.shards[i], self.engine.params[i]
+        before = self.optimizer.state.get(shard, {})
 
         def part(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if key in SCALAR_STATE or (value.dim() == 0 and parameter.dim() > 0):
                 return value.clone()
-            mine = self._part(value, i)
+            mine, held = self._part(value, i), before.get(key)
+            if isinstance(held, torch.Tensor) and (held.data_ptr(), held.dtype) == (mine.data_ptr(), mine.dtype):
+                return held  # loaded in place
             return mine.to(shard.dtype if mine.is_floating_point() else mine.dtype, copy=True)
 
         self.optimizer.state[shard] = {key: part(key, value) for key, value in saved.items() if key != MASTER}
@@ -394,8 +398,8 @@ def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
-    """This rank's piece, flat, of a state tensor of parameter i that is whole or that :class:`FlatShard` of it."""
-    cut = engine.cut(i)
+    """This rank's piece, flat and real, of a state tensor of parameter i that is whole or that :class:`FlatShard` of it."""
+    cut, is_complex = engine.cut(i), engine.params[i].is_complex()
     if isinstance(value, FlatShard):
         if value.cut != cut:
             raise UsageError(
@@ -403,14 +407,17 @@ def piece_of(value: torch.Tensor, i: int, engine: Engine) -> torch.Tensor:
                 f"[{cut.begin}, {cut.begin + cut.numel}). Across world sizes save and load with shardstep.checkpoint or "
                 "torch.distributed.checkpoint"
             )
-        return value.local
-    if value.is_complex():
-        value = torch.view_as_real(value.detach().resolve_conj())
-    if value.dim() == 1 and value.numel() == cut.numel and value.shape != cut.shape:
-        return value  # this rank's piece, as optimizer.state shows it
+        return _real(value.local)
+    if value.dim() == 1 and value.numel() == engine.slots.piece(i)[3]:
+        if value.shape != cut.shape or (is_complex and not value.is_complex()):
+            return value  # this rank's piece, as optimizer.state shows it
     if value.shape != cut.shape:
         raise UsageError(
             f"optimizer state of parameter {engine.names[i]!r} has shape {tuple(value.shape)}; expected the parameter's shape "
             f"{tuple(cut.shape)}"
         )
-    return cut.of(value)
+    return _real(cut.of(value))
+
+
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat.resolve_conj()).view(-1) if flat.is_complex() else flat

@@ -267,6 +267,7 @@ static void step(framework *f, const job *j, model *m, float *steps)
     ss_update update = {.rule = SS_RULE_SGD, .group = group, .options = &options, .steps = steps, .state = {none, none, none}};
     MUST(ss_engine_update(f->engine, &update, &err));
     MUST(ss_engine_gather(f->engine, &err));
+    ss_engine_end_step(f->engine);
     for (int32_t i = 0; i < PARAMS; i++) {
         const float *weight = ss_engine_slot(f->engine, i).param;
         for (int64_t k = 0; k < numels[i]; k++) {

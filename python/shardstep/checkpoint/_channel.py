@@ -1,18 +1,22 @@
 """What ranks tell each other while they save and load: apart from training, which may go on meanwhile."""
 
+import json
 import pickle
+import time
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from shardstep import _C
-from shardstep._errors import CheckpointError, Error, MismatchError
+from shardstep._errors import AbortedError, CheckpointError, Error, MismatchError, PeerLostError, TimeoutError
 from shardstep._groups import Group, open_transport, seconds
 
 T = TypeVar("T")
+
+POLL = 0.005  # seconds between looks at who has come
 
 
 class Channel:
@@ -95,11 +99,73 @@ def _packed(value: Any) -> bytes:
 #: Each engine's channel, from its first save or load on.
 CHANNELS: "weakref.WeakKeyDictionary[Any, Channel]" = weakref.WeakKeyDictionary()
 
+#: How often each engine's ranks have met, or tried to, in order to open one.
+MEETINGS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 
-def channel_of(engine: Any) -> Channel:
+
+def channel_of(engine: Any, doing: str) -> Channel:
     """Collective the first time, and the first time after a failure."""
     channel = CHANNELS.get(engine)
     if channel is None or channel.broken:
+        number = MEETINGS[engine] = MEETINGS.get(engine, 0) + 1
         timeout = seconds(engine.settings["timeout"])
+        if engine.group.world > 1:
+            _Meeting(engine, number, doing).attend(timeout)
         channel = CHANNELS[engine] = Channel(engine.group.process_group, engine.core.transport, timeout)
     return channel
+
+
+class _Meeting:
+    """Waiting for all ranks to come to the same point: in the store, because a rank could not leave a collective of its process
+    group again. There ``state`` has the ranks that have come, or why one of them has left."""
+
+    def __init__(self, engine: Any, number: int, doing: str):
+        self.engine, self.doing = engine, doing
+        self.rank, self.world = engine.group.rank, engine.group.world
+        self.store, self.key = dist.distributed_c10d._get_default_store(), f"shardstep/meeting/{engine.group.name}/{number}"
+        self.state: dict[str, Any] = {"here": [], "left": None}
+        self.stored = ""
+
+    def attend(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.rank not in self.state["here"]:
+            self.look()
+            self.change({**self.state, "here": [*self.state["here"], self.rank]})
+        try:
+            while len(self.state["here"]) < self.world:
+                self.look()
+                if time.monotonic() > deadline:
+                    self.raise_timeout(timeout)
+                time.sleep(POLL)
+                self.read(self.store.get(self.key))
+        except BaseException as error:
+            while not self.state["left"] and len(self.state["here"]) < self.world:
+                self.change({**self.state, "left": (self.rank, str(error))})
+            if self.state["left"] or not isinstance(error, TimeoutError):
+                raise  # otherwise the last has come at the last moment
+
+    def change(self, state: "dict[str, Any]") -> None:
+        """Unless somebody else has changed it meanwhile."""
+        self.read(self.store.compare_set(self.key, self.stored, json.dumps(state)))
+
+    def read(self, stored: bytes) -> None:
+        self.stored = stored.decode()
+        self.state = json.loads(self.stored)
+
+    def look(self) -> None:
+        lost = self.engine.core.lost_peer()
+        if lost is not None:
+            self.fail(PeerLostError, lost, f"rank {lost} has ended while rank {self.rank} waited for it")
+        if self.state["left"]:
+            rank, why = self.state["left"]
+            self.fail(AbortedError, rank, f"rank {rank} has given up: {why}")
+
+    def raise_timeout(self, timeout: float) -> None:
+        absent = [rank for rank in range(self.world) if rank not in self.state["here"]]
+        ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent[:10]))}"
+        self.fail(TimeoutError, absent[0], f"rank {self.rank} has waited {timeout:g} s in vain for {ranks} to do the same")
+
+    def fail(self, kind: type[Error], rank: int, text: str) -> NoReturn:
+        error = kind(f"while {self.doing}: {text}")
+        error.rank = rank
+        raise error

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from shardstep._errors import CheckpointError, UsageError
+from shardstep.checkpoint._bytes import content_of
 from shardstep.checkpoint._folder import naming, sync_folder
 from shardstep.checkpoint._load import open_checked
 from shardstep.checkpoint._saved import MODEL, Saved
-from shardstep.checkpoint._whole import content_of
 
 #: Their names in a safetensors header.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }
 BATCH = 256 * 2**20  # bytes that are in memory at a time, or one tensor
 

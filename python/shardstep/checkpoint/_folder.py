@@ -134,7 +134,8 @@ def begin(folder: Path, step: int) -> Path:
     SEEN.add(folder)
     for stale in folder.glob(".saving-*"):
         if stale not in ACTIVE:
-            shutil.rmtree(stale)
+            with contextlib.suppress(FileNotFoundError):  # somebody else is removing it too
+                shutil.rmtree(stale)
     partial = folder / f".saving-{step:08d}-{uuid.uuid4().hex[:8]}"
     partial.mkdir()
     ACTIVE.add(partial)
@@ -163,9 +164,9 @@ def commit(partial: Path, checkpoint: Path, manifest: Manifest, keep: "int | Non
 
 
 def remove(checkpoint: Path) -> None:
-    """Under another name first: half of a checkpoint has no business under its own."""
-    if checkpoint.exists():
-        trash = checkpoint.with_name(f".saving-{checkpoint.name}-{uuid.uuid4().hex[:8]}")
+    """Under another name first: half of a checkpoint has no business under its own. Somebody else may be removing it too."""
+    trash = checkpoint.with_name(f".saving-{checkpoint.name}-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(FileNotFoundError):
         checkpoint.rename(trash)
         shutil.rmtree(trash)
 

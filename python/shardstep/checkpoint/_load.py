@@ -53,8 +53,8 @@ def load(
     Raises :class:`shardstep.CheckpointError`, on every rank: the checkpoint is damaged, or of another model, and how.
     """
     pair = Pair(model, optimizer)
-    channel = channel_of(pair.engine)
     doing = f"loading {dir}"
+    channel = channel_of(pair.engine, doing)
     path, manifest = _choose(channel, doing, Path(dir).absolute())
     rank, old_world = channel.rank, manifest.world if manifest is not None else 0
 

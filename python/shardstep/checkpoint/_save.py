@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shardstep._errors import UsageError
 from shardstep._flat_shard import FlatShard
+from shardstep._rank import CHECKPOINT_THREAD
 from shardstep.checkpoint import _folder, _ranks, _whole
 from shardstep.checkpoint._channel import Channel, channel_of
 from shardstep.checkpoint._folder import File, Manifest
@@ -82,7 +83,7 @@ def save(
     are earlier checkpoints.
     """
     pair = Pair(model, optimizer)
-    channel = channel_of(pair.engine)
+    channel = channel_of(pair.engine, f"saving a checkpoint to {Path(dir).absolute()}")
     before = PENDING.pop(pair.engine, None)
     if before is not None and not before._told:
         before.result()
@@ -94,7 +95,7 @@ def save(
         return task.saving
     task.detach()
     PENDING[pair.engine] = task.saving
-    threading.Thread(target=task.run_in_background, name="shardstep-checkpoint").start()
+    threading.Thread(target=task.run_in_background, name=CHECKPOINT_THREAD).start()
     return task.saving
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict
 from torch.optim import Optimizer
 
-from shardstep._engine import Engine, indices
+from shardstep._engine import Engine
 from shardstep._errors import CheckpointError, UsageError
 from shardstep._flat_shard import Cut, FlatShard, is_dense, memory_order
 from shardstep._module import Synchronised
@@ -92,7 +92,7 @@ class Pair:
     def optimizer_to_save(self, optimizer: Optimizer) -> "tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]":
         """torch's state, by position, and param groups; masters are the model's."""
         first = self.engine.group.rank == 0
-        saved = optimizer.state_dict()
+        saved = optimizer.state_to_save() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()
         state = {
             position: {
                 key: value for key, value in values.items() if key != MASTER and (first or isinstance(value, FlatShard))
@@ -119,7 +119,7 @@ class Pair:
     def _master(self, i: int) -> FlatShard:
         slot = self.engine.slots[i]
         piece = slot["piece_master"] if slot["piece_master"] is not None else slot["piece_param"]
-        return FlatShard(piece, self.engine.cut(i))
+        return self.engine.shard(i, piece)
 
     def _even_part(self, tensor: torch.Tensor) -> FlatShard:
         """A parameter that all ranks have whole: each writes an equal part."""
@@ -154,10 +154,7 @@ class Pair:
     def gather(self) -> None:
         """Sends what each rank has loaded of the parameters to the others. Collective."""
         if self.engine.sharded:
-            core = self.engine.core
-            core.publish(indices(i for i in range(len(self.engine.params)) if self.engine.placed(i)))
-            core.gather()
-            self.engine.masters_loaded = False
+            self.engine.send_weights()
 
     def _extra_states(self) -> "dict[str, torch.nn.Module]":
         """The modules that override ``get_extra_state``, by what it is saved as."""
@@ -182,6 +179,8 @@ class Pair:
                 wrong.append(f"it has no {name!r}")
             elif size != value.shape:
                 wrong.append(f"{name!r} is of shape {tuple(size)} there and of {tuple(value.shape)} here")
+            elif saved.dtype(key).is_complex != value.is_complex():
+                wrong.append(f"{name!r} is {saved.dtype(key)} there and {value.dtype} here")
             i = self.placed(self.names[name]) if name in self.names else None
             if i is None:
                 tree[key] = value
@@ -219,11 +218,12 @@ class Pair:
                 if i is None or scalar or saved.size(where) != parameter.shape:
                     tree[where] = saved.target(where)
                     continue
-                cut = self.engine.cut(i)
                 held = optimizer._rule.to_save(i).get(key)
-                if not isinstance(held, torch.Tensor) or held.shape != (cut.numel,):
-                    held = torch.empty(cut.numel, dtype=saved.dtype(where))
-                tree[where] = FlatShard(held, cut)
+                if isinstance(held, torch.Tensor) and held.shape == (self.engine.slots[i]["numel"],):
+                    tree[where] = self.engine.shard(i, held)
+                else:
+                    cut = self.engine.cut(i)
+                    tree[where] = FlatShard(torch.empty(cut.numel, dtype=saved.dtype(where)), cut)
         return states
 
     def _groups(self, optimizer: Optimizer, options: "dict[str, dict[str, Any]]") -> "list[dict[str, Any]]":

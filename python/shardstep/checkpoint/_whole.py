@@ -4,7 +4,6 @@ Rank 0 writes a file with room for every tensor; then each rank puts its parts w
 no rank needs more memory than the training has.
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path as FilePath
@@ -14,9 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardstep._flat_shard import Cut, FlatShard, is_dense, memory_order
+from shardstep.checkpoint._bytes import write_at
 from shardstep.checkpoint._folder import naming
 
 Path = tuple  # of keys, from the root of a tree to a tensor
+PROBE = 2**20  # bytes
 
 
 def lay_out(file: FilePath, tree: Any) -> dict[Path, int]:
@@ -32,15 +33,23 @@ def lay_out(file: FilePath, tree: Any) -> dict[Path, int]:
         return made[id(tensor)]
 
     with naming(file):
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(_map(tree, placeholder), file)
-        with open(file, "r+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(_map(tree, placeholder), file)
+        except RuntimeError:  # torch's writer does not say what the system said
+            _take_space(file, PROBE)
+            raise
+        _take_space(file, 0)
     offsets: dict[Path, int] = {}
     with FakeTensorMode():
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     _map(loaded, lambda path, tensor: offsets.update({path: tensor.untyped_storage()._checkpoint_offset}))
     return offsets
+
+
+def _take_space(file: FilePath, more: int) -> None:
+    with open(file, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size + more)
 
 
 def fill_in(file: FilePath, tree: Any, offsets: dict[Path, int]) -> None:
@@ -49,7 +58,7 @@ def fill_in(file: FilePath, tree: Any, offsets: dict[Path, int]) -> None:
 
         def write(path: Path, tensor: torch.Tensor) -> None:
             shard = _shard(tensor)
-            _write(opened.fileno(), shard.local, offsets[path] + shard.cut.begin * shard.local.element_size())
+            write_at(opened.fileno(), shard.local, offsets[path] + shard.cut.begin * shard.local.element_size())
 
         _map(tree, write)
         os.fsync(opened.fileno())
@@ -74,19 +83,3 @@ def _map(tree: Any, function: "Callable[[Path, torch.Tensor], Any]", path: Path 
     if type(tree) in (list, tuple):
         return type(tree)(_map(value, function, (*path, k)) for k, value in enumerate(tree))
     return tree
-
-
-def content_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor, which it keeps alive."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    buffer.tensor = tensor
-    return memoryview(buffer).cast("B")
-
-
-def _write(descriptor: int, tensor: torch.Tensor, offset: int) -> None:
-    content = content_of(tensor)
-    while content:
-        written = os.pwrite(descriptor, content, offset)
-        content, offset = content[written:], offset + written
