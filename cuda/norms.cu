@@ -3,8 +3,8 @@
  *
  * A sum of squares is taken in 16 lanes by index in the parameter modulo 16, as on the CPU. A pack is half of the lanes, the
  * same half for one thread throughout. A chunk begins at a multiple of SS_CHUNK in the parameter and not where the range does,
- * so that the additions are the same wherever a parameter is cut, but for the chunk that the cut goes through. The squares of
- * FP32, bfloat16 and float16 are exact in FP64.
+ * so that its lanes are the same wherever a parameter is cut, but for the chunk that the cut goes through. The squares of FP32,
+ * bfloat16 and float16 are exact in FP64.
  */
 #include "chunks.h"
 
@@ -13,7 +13,6 @@
 struct norm_entry {
     ss_span span;
     const void *x;
-    int64_t phase; /* chunks of the parameter before the range's first one */
     double scale;
 };
 
@@ -78,7 +77,7 @@ template <class T> struct sum_chunk {
     }
 };
 
-/* The sum of one range. Which thread adds a chunk depends on its place in the parameter only. */
+/* The sum of one range. */
 struct sum_range {
     typedef norm_table table;
 
@@ -90,8 +89,7 @@ struct sum_range {
         SS_THREADS_DO(t)
         {
             double sum = 0.0;
-            int64_t chunk = work.first[i] + (groups + t / LANES - e.phase % groups) % groups;
-            for (; chunk < work.first[i + 1]; chunk += groups) {
+            for (int64_t chunk = work.first[i] + t / LANES; chunk < work.first[i + 1]; chunk += groups) {
                 sum += work.partials[chunk * LANES + t % LANES];
             }
             partial[0][t] = sum;
@@ -115,7 +113,7 @@ struct sum_range {
 static norm_entry entry_of(const ss_cuda_norm_range &r, ss_dtype dtype)
 {
     int32_t shift = (int32_t)(r.in_param % SS_CHUNK);
-    return {{r.n, shift, ss_fits(r.x, ss_dtype_size(dtype), shift)}, r.x, r.in_param / SS_CHUNK, r.scale};
+    return {{r.n, shift, ss_fits(r.x, ss_dtype_size(dtype), shift)}, r.x, r.scale};
 }
 
 template <class T> static int sum_squares(const norm_table &table, void *stream)

@@ -104,8 +104,8 @@ typedef struct {
 
 /*
  * sums[k] = scale^2 * sum of x[i]^2 over range k, not finite when any element is not. FP64 partial sums in 16 lanes by index in
- * the parameter modulo 16, in an order fixed by that index: the same bits in every run. `workspace` is device memory of
- * ss_cuda_norm_workspace() bytes, 16-byte aligned.
+ * the parameter modulo 16, in a fixed order: the same bits in every run, and wherever a parameter is cut the same up to the
+ * rounding of FP64. `workspace` is device memory of ss_cuda_norm_workspace() bytes, 16-byte aligned.
  */
 typedef struct {
     size_t size; /* sizeof(ss_cuda_norms_args) */

@@ -1,6 +1,9 @@
 // The framework calls of the engine: what a parameter's .grad is, moved into and out of its slot. See shim.h.
 #include "shim/shim_private.hpp"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
