@@ -227,6 +227,7 @@ def body(rank, world, case):
                     everywhere(what, reference.model, reference.optimizer, lambda p: p.grad, None)
                 else:
                     reference.optimizer.zero_grad()
+                    mine.model.abort_window()
                 continue
             if kind == "local":
                 reference.local(what)

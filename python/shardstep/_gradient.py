@@ -10,6 +10,7 @@ other tensors over the same memory (``torch.Tensor(g)``, ``x.set_(g)``, ``x.data
 debug=True)`` fills what is not this rank's with NaN.
 """
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -323,12 +324,12 @@ def _unscale(func: Callable, args: tuple, kwargs: dict) -> None:
     guards = [(t, _engine_of(t)) for t in tensors if isinstance(t, ShardedGradient)]
     if plain:
         func(plain, found_inf, inverse_scale)
-    for guard, engine in guards:
-        norm = engine.norm(guard._index, 2.0)
-        if not (norm - norm == 0.0):
+    for engine in dict.fromkeys(engine for _, engine in guards):
+        bad = {guard._index for guard, of in guards if of is engine and not math.isfinite(of.norm(guard._index, 2.0))}
+        if bad:
             found_inf.fill_(1.0)
             for optimizer in engine.optimizers():
-                optimizer.step_was_skipped |= guard._index in optimizer.placed()
+                optimizer.step_was_skipped |= not bad.isdisjoint(optimizer.placed())
     factor = float(inverse_scale)
     for guard, engine in guards:
         if engine.settled(guard._index) == HELD:
