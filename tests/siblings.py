@@ -27,15 +27,16 @@ def adamw(parameters):
 
 
 class Side:
-    def __init__(self, rank, world, form):
+    def __init__(self, rank, world, form, transport="auto"):
         self.rank, self.world, self.form, self.alone = rank, world, form, form == "alone"
+        self.transport = transport
 
     def make(self, model, optimizer=sgd, **options):
         """(what is called, the user's module, the optimizer)"""
         optimizer = optimizer(model.parameters())
         if self.alone:
             return model, model, optimizer
-        options = {"timeout": 20.0, "bucket_cap_mb": 0.002, **options}
+        options = {"timeout": 20.0, "bucket_cap_mb": 0.002, "transport": self.transport, **options}
         if self.form == "wrap":
             called, optimizer = shardstep.wrap(model, optimizer, **options)
             return called, called, optimizer
@@ -122,17 +123,17 @@ class Scenarios(dict):
         return [(name, form) for name, (_, forms) in self.items() for form in forms]
 
 
-def check(scenarios, name, form):
-    first, *others = ranks.run(2, body, scenarios[name][0], form)
+def check(scenarios, name, form, world=2, transport="auto"):
+    first, *others = ranks.run(world, body, scenarios[name][0], form, transport)
     for other in others:
         assert_equal(other, first, f"{name}, between ranks")
 
 
-def body(rank, world, function, form):
+def body(rank, world, function, form, transport):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = function(Side(rank, world, "alone"))
-        got = function(Side(rank, world, form))
+        got = function(Side(rank, world, form, transport))
     assert_equal(got, expected, function.__name__)
     return got
 

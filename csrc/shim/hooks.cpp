@@ -182,6 +182,9 @@ at::Tensor in_memory_order(const at::Tensor& values, at::IntArrayRef strides)
 // Copies new values of a parameter whose memory is not its bucket's any more into the bucket, and points it there again.
 bool bring_home(Param& p)
 {
+    if (p.home.const_data_ptr() != p.address) { // the storage itself was moved, as share_memory_() does
+        return false;
+    }
     if (p.variable.numel() == 0 ||
         (p.variable.const_data_ptr() == p.home.const_data_ptr() && p.variable.strides() == p.home.strides())) {
         return true;
@@ -346,6 +349,7 @@ int ss_shim_settle(ss_shim* shim, int32_t i, const ss_slot* slot, const ss_param
         }
         bind_new(shim, i);
         p.home = p.variable.detach();
+        p.address = p.home.const_data_ptr();
         hook(shim, i);
         return 0;
     } catch (python_error& e) {

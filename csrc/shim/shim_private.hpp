@@ -49,6 +49,7 @@ struct Param {
     uintptr_t post_hook = 0;
     bool hidden = false;        // .grad is bound, but shows as undefined for now
     at::Tensor home;            // what the parameter was when it was attached: over its bucket, if it lives in one
+    const void* address = nullptr; // of home then
 };
 
 inline void show(Param& p)

@@ -35,7 +35,7 @@ from shardstep._errors import (
 )
 from shardstep._launch import init, launch
 from shardstep._module import wrap
-from shardstep._optim import ShardedOptimizer, refuse_unattached
+from shardstep._optim import ShardedOptimizer, before_foreign_step
 
 
 def __getattr__(name: str) -> Any:
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shardstep' has no attribute {name!r}")
 
 
-register_optimizer_step_pre_hook(refuse_unattached)
+register_optimizer_step_pre_hook(before_foreign_step)
 
 __version__ = "0.1.0"
 

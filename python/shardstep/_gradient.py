@@ -159,6 +159,9 @@ def _read(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Any other use. Under no_sync this rank's local gradient is the right answer, as in DDP; otherwise there is none."""
     guards = [a for a in _leaves((args, kwargs)) if isinstance(a, ShardedGradient)]
     name = getattr(func, "__name__", str(func))
+    out = kwargs.get("out")
+    if out is not None and args and out is args[0] and HANDLERS.get(getattr(Tensor, f"{name}_", None)) is _elementwise:
+        return _elementwise(getattr(Tensor, f"{name}_"), args, {key: value for key, value in kwargs.items() if key != "out"})
     in_place = name.endswith("_") and not name.endswith("__")
     if not in_place and all(_is_local(g) for g in guards):
         return _on_local(func, args, kwargs)

@@ -40,6 +40,7 @@ class Synchronised:
     registries, so that it is neither saved nor copied."""
 
     _join_config = _JoinConfig.construct_disabled_join_config()
+    __jit_unused_properties__ = ["_engine", "join_device", "join_process_group"]  # not for torch.jit.script
 
     @property
     def _engine(self) -> Engine:

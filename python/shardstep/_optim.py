@@ -368,14 +368,20 @@ def _is_fused(optimizer: Optimizer, engine: Engine) -> bool:
     return all(p.dtype not in DOUBLE for p in members)
 
 
-def refuse_unattached(optimizer: Optimizer, args: tuple, kwargs: "dict[str, Any]") -> None:
-    """A global pre-step hook: an optimizer that is not sharded must not step a sharded parameter."""
+def before_foreign_step(optimizer: Optimizer, args: tuple, kwargs: "dict[str, Any]") -> None:
+    """A global pre-step hook: an optimizer that is not sharded must not step a sharded parameter. The averages of a replicated
+    model, FP32 until then, get the dtype of their parameter, which Adam and others of torch's insist on."""
     if isinstance(optimizer, ShardedOptimizer):
         return
     for engine in engines():
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if engine.sharded):
+        if not engine.sharded and not engine.low:
+            continue
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             i = engine.index.get(id(parameter))
-            if i is not None:
+            if i is not None and not engine.sharded:
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    parameter.grad = parameter.grad.to(parameter.dtype)
+            elif i is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__}.step() was called on parameter {engine.names[i]!r} of a sharded model; step "
                     "the optimizer that shardstep.wrap() returned, or make this one a "
