@@ -54,7 +54,7 @@ cuda:
 bench: $(INSTALLED)
 	set -e; for name in $(BENCHMARKS); do $(PYTHON) benchmarks/$$name.py $(QUICK) $(ARGS); done
 
-# Thirty random kills of a training run, which has to end as if there had been none. Three minutes on two cores.
+# Thirty random kills of a training run, which has to end as if there had been none. About five minutes on two cores.
 soak: $(INSTALLED)
 	$(PYTHON) tests/soak.py $(ARGS)
 
