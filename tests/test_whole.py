@@ -294,7 +294,7 @@ def test_resumed_run_has_the_bits_of_the_uninterrupted_one(world, kind, param_dt
     assert all(results[0][0][0].values())
 
 
-def checkpoint_body(rank, world, folder, kind, by, param_dtype, loads):
+def checkpoint_body(rank, world, folder, kind, by, param_dtype, loads=False):
     model = network(2 if loads else 1)
     model, optimizers = wrap(model, PAIRS[kind](*split(model)), whole=kind == "own", param_dtype=param_dtype)
     if not loads:
@@ -314,41 +314,27 @@ def checkpoint_body(rank, world, folder, kind, by, param_dtype, loads):
     return weights(model)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    made = {}
-
-    def get(world, *case):
-        key = (world, *case)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            made[key] = folder, ranks.run(world, checkpoint_body, folder, *case, False)[0]
-        return made[key]
-
-    return get
-
-
 @pytest.mark.parametrize("by", ["shardstep", "dcp"])
 @pytest.mark.parametrize("kind", ["adafactor", "own"])
 @pytest.mark.parametrize("before,world", [(1, 3), (2, 2), (3, 1), (3, 2)])
-def test_checkpoint_goes_on_at_any_number_of_ranks(saved, before, world, kind, by):
-    folder, expected = saved(before, kind, by, None)
+def test_checkpoint_goes_on_at_any_number_of_ranks(once, before, world, kind, by):
+    folder, expected = once(before, checkpoint_body, kind, by, None)
     for got in ranks.run(world, checkpoint_body, folder, kind, by, None, True):
-        (assert_bits if before == world else assert_close)(got, expected)
+        (assert_bits if before == world else assert_close)(got, expected[0])
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("by", ["shardstep", "dcp"])
-def test_checkpoint_of_muon_goes_on_to_the_bit(saved, by, param_dtype):
-    folder, expected = saved(2, "muon", by, param_dtype)
+def test_checkpoint_of_muon_goes_on_to_the_bit(once, by, param_dtype):
+    folder, expected = once(2, checkpoint_body, "muon", by, param_dtype)
     for got in ranks.run(2, checkpoint_body, folder, "muon", by, param_dtype, True):
-        assert_bits(got, expected)
+        assert_bits(got, expected[0])
 
 
-def test_checkpoint_of_bf16_weights_with_masters_at_another_number_of_ranks(saved):
-    folder, expected = saved(3, "adafactor", "dcp", torch.bfloat16)
+def test_checkpoint_of_bf16_weights_with_masters_at_another_number_of_ranks(once):
+    folder, expected = once(3, checkpoint_body, "adafactor", "dcp", torch.bfloat16)
     for got in ranks.run(2, checkpoint_body, folder, "adafactor", "dcp", torch.bfloat16, True):
-        assert_close(got, expected, 2**-7)
+        assert_close(got, expected[0], 2**-7)
 
 
 class Mixed(nn.Module):
