@@ -104,6 +104,20 @@ def test_another_model_is_refused_by_the_names_that_differ(once):
     ranks.run(2, another_model, once(2, run, "wrap", {})[0])
 
 
+def test_a_real_checkpoint_is_no_complex_model(tmp_path):
+    def new(dtype):
+        model = nn.ParameterList([torch.ones(3, dtype=dtype)])
+        return shardstep.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, optimizer = new(torch.float32)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    model.unwrap()
+    model, optimizer = new(torch.complex64)
+    with pytest.raises(shardstep.CheckpointError, match="another model: '0' is torch.float32 there and torch.complex64 here"):
+        checkpoint.load(tmp_path, model, optimizer)
+    model.unwrap()
+
+
 def groups_of(rank, world, path, regrouped):
     model, _ = start("wrap", seed=2)
     model.unwrap()

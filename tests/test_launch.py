@@ -235,6 +235,18 @@ def joins(rank, world, port, late):
 def test_ranks_that_are_started_again_do_not_take_each_other_for_those_before():
     """torchrun's agent has one store for all starts, in which Gloo finds the addresses of ranks that are gone."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for late in (0, 1, 0):
+    for late in (0, 1):
         outcomes = ranks.outcomes(2, joins, store.port, late, group=False, timeout=30)
         assert [outcome[:2] for outcome in outcomes] == [("ok", 3.0)] * 2, outcomes
+
+
+def waits_in_vain(rank, world):
+    os.environ["WORLD_SIZE"] = "2"
+    began = time.monotonic()
+    with pytest.raises(shardstep.TimeoutError, match=r"rank 0 has waited 1 s in vain for all 2 ranks to call init\(\)"):
+        shardstep.init(timeout=1)
+    return time.monotonic() - began
+
+
+def test_rank_that_never_starts_is_a_timeout():
+    assert ranks.outcomes(1, waits_in_vain, group=False)[0][1] < 3.0
