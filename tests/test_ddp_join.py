@@ -343,6 +343,33 @@ def test_sharded_join_with_micro_batches_and_leftovers(divide_by_initial):
     ranks.run(2, sharded_body, "class, both", (3, 8) if divide_by_initial else (4, 8), 2, "norm", "SGD", divide_by_initial)
 
 
+def several_body(rank, world, counts):
+    """Two optimizers over one model, whose gradients are clipped together."""
+    results = []
+    for wrapped in (True, False):
+        model = Net(norm=False)
+        matrices, vectors = [[p for p in model.parameters() if (p.dim() == 2) == matrix] for matrix in (True, False)]
+        optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)]
+        if wrapped:
+            model, optimizers = shardstep.wrap(model, optimizers, timeout=20, clip_grad_norm=0.3)
+        with model.join() if wrapped else contextlib.nullcontext():
+            for k in range(counts[rank] if wrapped else max(counts)):
+                for r in [rank] if wrapped else [r for r in range(world) if k < counts[r]]:
+                    (loss(model, r, k) / (1 if wrapped else world)).backward()
+                if not wrapped:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert_close(*results, rtol=2e-3, atol=2e-4)
+
+
+def test_several_optimizers_of_one_model_in_a_join():
+    ranks.run(3, several_body, (4, 1, 3))
+
+
 def buffers_body(rank, world):
     """Buffers are those of a rank that still trains."""
     model = Net()
