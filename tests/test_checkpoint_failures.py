@@ -255,20 +255,23 @@ def test_rank_that_dies_while_saving_is_named_at_once(victim, moment, asynchrono
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def ends_before(rank, world, folder, transport):
-    """One rank dies where the others save for the first time."""
+def ends_before(rank, world, folder, transport, moment):
+    """One rank dies where the others save for the first time, or while the ranks open their channel for it."""
     model, optimizer = start("wrap", seed=1, transport=transport)
-    if rank == 1:
+    if rank == 1 and moment == "before":
         os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        checkpoint._channel.Channel.__init__ = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(shardstep.PeerLostError, match="while saving .*rank 1") as raised:
         checkpoint.save(folder, model, optimizer, step=1)
     return raised.value.rank, time.monotonic() - began
 
 
+@pytest.mark.parametrize("moment", ["before", "opening"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_rank_that_dies_before_the_first_save_is_named_at_once(transport, tmp_path):
-    outcomes = ranks.outcomes(3, ends_before, tmp_path, transport)
+def test_rank_that_dies_before_the_first_save_is_named_at_once(transport, moment, tmp_path):
+    outcomes = ranks.outcomes(3, ends_before, tmp_path, transport, moment)
     for rank in (0, 2):
         assert outcomes[rank][0] == "ok", outcomes[rank]
         assert outcomes[rank][1][0] == 1 and outcomes[rank][1][1] < 2.5

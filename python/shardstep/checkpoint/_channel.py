@@ -1,5 +1,6 @@
 """What ranks tell each other while they save and load: apart from training, which may go on meanwhile."""
 
+import functools
 import json
 import pickle
 import time
@@ -17,6 +18,7 @@ from shardstep._groups import Group, open_transport, seconds
 T = TypeVar("T")
 
 POLL = 0.005  # seconds between looks at who has come
+EXPLAIN = 0.5  # seconds in which the cause of a failure may show
 
 
 class Channel:
@@ -109,9 +111,13 @@ def channel_of(engine: Any, doing: str) -> Channel:
     if channel is None or channel.broken:
         number = MEETINGS[engine] = MEETINGS.get(engine, 0) + 1
         timeout = seconds(engine.settings["timeout"])
-        if engine.group.world > 1:
-            _Meeting(engine, number, doing).attend(timeout)
-        channel = CHANNELS[engine] = Channel(engine.group.process_group, engine.core.transport, timeout)
+        meeting = _Meeting(engine, number, doing)
+        meeting.attend(timeout)
+        try:
+            channel = CHANNELS[engine] = Channel(engine.group.process_group, engine.core.transport, timeout)
+        except RuntimeError:  # torch's collectives do not say that a rank has died
+            meeting.look_for(EXPLAIN)
+            raise
     return channel
 
 
@@ -122,11 +128,17 @@ class _Meeting:
     def __init__(self, engine: Any, number: int, doing: str):
         self.engine, self.doing = engine, doing
         self.rank, self.world = engine.group.rank, engine.group.world
-        self.store, self.key = dist.distributed_c10d._get_default_store(), f"shardstep/meeting/{engine.group.name}/{number}"
+        self.key = f"shardstep/meeting/{engine.group.name}/{number}"
         self.state: dict[str, Any] = {"here": [], "left": None}
         self.stored = ""
 
+    @functools.cached_property
+    def store(self) -> "dist.Store":
+        return dist.distributed_c10d._get_default_store()
+
     def attend(self, timeout: float) -> None:
+        if self.world == 1:
+            return
         deadline = time.monotonic() + timeout
         while self.rank not in self.state["here"]:
             self.look()
@@ -159,6 +171,13 @@ class _Meeting:
         if self.state["left"]:
             rank, why = self.state["left"]
             self.fail(AbortedError, rank, f"rank {rank} has given up: {why}")
+
+    def look_for(self, seconds: float) -> None:
+        """Looks again and again: a process that has closed its sockets may not be seen to have ended yet."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.look()
+            time.sleep(POLL)
 
     def raise_timeout(self, timeout: float) -> None:
         absent = [rank for rank in range(self.world) if rank not in self.state["here"]]

@@ -51,6 +51,7 @@ def load(
     get their random state back.
 
     Raises :class:`shardstep.CheckpointError`, on every rank: the checkpoint is damaged, or of another model, and how.
+    ``TimeoutError``, ``PeerLostError`` or ``AbortedError`` as :func:`save` does.
     """
     pair = Pair(model, optimizer)
     doing = f"loading {dir}"

@@ -79,8 +79,9 @@ def save(
         full: write ``model.pt`` and ``optimizer.pt`` (``optimizer-1.pt``, ... with several), which ``torch.load`` reads in one
             process, in place of torch.distributed.checkpoint's files. Nothing is gathered for it.
 
-    Raises :class:`shardstep.CheckpointError`, on every rank: a rank could not write, and why. The training is as it was, and so
-    are earlier checkpoints.
+    Raises :class:`shardstep.CheckpointError`, on every rank: a rank could not write, and why. ``TimeoutError``,
+    ``PeerLostError`` or ``AbortedError``: a rank did not make this call within the model's ``timeout=``, has died, or has given
+    up, and which. The training is as it was, and so are earlier checkpoints.
     """
     pair = Pair(model, optimizer)
     channel = channel_of(pair.engine, f"saving a checkpoint to {Path(dir).absolute()}")
