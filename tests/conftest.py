@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks outnumber cores; before torch is imported
 
+import fakes  # noqa: E402
 import pytest  # noqa: E402
 import ranks  # noqa: E402
 import torch  # noqa: E402
@@ -10,6 +11,13 @@ import torch  # noqa: E402
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU: make test-gpu")  # from here, so that the summary counts them in one line
+
+
+@pytest.fixture(scope="session", autouse=True)
+def doubles(request):
+    """Built here and not while ranks wait for each other."""
+    if any("nccl" in item.nodeid for item in request.session.items):
+        fakes.library()
 
 
 def pytest_sessionfinish():

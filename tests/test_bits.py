@@ -2,9 +2,9 @@
 
 import contextlib
 
+import fakes
 import pytest
 import ranks
-import shardstep
 import torch
 from torch import nn
 
@@ -80,7 +80,7 @@ def train(rank, world, how=under_no_sync, name="adamw", norm_type=2.0, **argumen
     """All parameters and all norms of a run, as lists."""
     model = Network()
     arguments = {"transport": "shm", "bucket_cap_mb": 0.004, **arguments}
-    model, optimizer = shardstep.wrap(model, OPTIMIZERS[name](model.parameters()), **arguments)
+    model, optimizer = fakes.wrap(rank, model, OPTIMIZERS[name](model.parameters()), **arguments)
     norms = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step * world + rank)
@@ -116,13 +116,13 @@ def run(world, variants):
     return [(early, buckets) for _, early, buckets in results[0]]
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_the_same_run_twice(world, transport):
     run(world, [dict(transport=transport)] * 2)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_when_communication_happens(world, transport):
     hows = [under_no_sync, by_requires_sync, by_last_backward, never]

@@ -116,7 +116,8 @@ class Ops(ctypes.Structure):
         ("add_chunk", _op(ctypes.POINTER(Spec), _I, _S, ctypes.POINTER(ctypes.POINTER(Region)), _E)),
         ("launch", _op(_I, _I, _E)), ("poll", _op(_I, ctypes.POINTER(_I), _E)), ("reduce", _op(_I, _E)),
         ("settle", _op(_E)), ("exchange", _op(ctypes.c_char_p, _S, _P, _E)), ("publish", _op(_I, _I, _E)),
-        ("collect", _op(_I, _I, _E)), ("release", _op(_I, _E)), ("fail", _op(ctypes.c_char_p, result=None)),
+        ("collect", _op(_I, _I, _E)), ("release", _op(_I, _E)), ("gather", _op(_P, _S, _E)),
+        ("fail", _op(ctypes.c_char_p, result=None)),
         ("close", _op(result=None))]
 
 

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
 KERNELS = [f"csrc/kernels/{name}.c" for name in ("dispatch", "kernels_portable", "kernels_avx2", "kernels_avx512")]
 CORE = [
     f"csrc/core/{name}.c"
-    for name in ("balance", "layout", "engine", "window", "message", "close", "norms", "pieces", "update", "work")
+    for name in ("balance", "layout", "engine", "window", "message", "close", "norms", "pieces", "update", "work", "clip")
 ]
 ENGINE = ["tests/c/stress_engine.c", "tests/c/thread_wire.c", *CORE, *KERNELS, *PROTOCOL]
 FLAGS = ("-fno-math-errno", "-fno-trapping-math")

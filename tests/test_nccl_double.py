@@ -239,12 +239,6 @@ def test_a_gpu_that_is_not_there_is_said_so():
         _C.open_device("cuda:0", "/nowhere/_cuda.so", None)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def doubles():
-    """Built here and not while ranks wait for each other."""
-    fakes.library()
-
-
 # -- failures -----------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +413,42 @@ def reads_of_a_step(rank, world, clip):
 
 
 def test_a_step_does_not_wait_for_the_device():
-    """Only norms do, once for each dtype of gradients."""
     assert ranks.run(2, reads_of_a_step, None) == [0, 0]
-    assert ranks.run(2, reads_of_a_step, 1.0) == [2, 2]
+    assert ranks.run(2, reads_of_a_step, 1.0) == [0, 0]
+
+
+def clipped(rank, world, transport, name, skip):
+    cls, options = {"adamw": (torch.optim.AdamW, dict(lr=0.05)), "sgd": (torch.optim.SGD, dict(lr=0.05, momentum=0.9))}[name]
+    model = network()
+    model, optimizer = fakes.wrap(
+        rank, model, cls(model.parameters(), **options), transport=transport, clip_grad_norm=0.05, skip_nonfinite=skip,
+        bucket_cap_mb=0.001,
+    )
+    told = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed * 100 + rank)
+        loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+        (loss * (float("inf") if skip and seed == 2 and rank == 1 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((optimizer.grad_norm, optimizer.step_was_skipped))
+    steps = [float(s["step"]) for s in optimizer.state.values() if "step" in s]
+    result = [p.detach().clone() for p in model.parameters()]
+    skipped = optimizer.skipped_steps, model.stats()["skipped_steps"]
+    model.unwrap()
+    return result, told, skipped, steps
+
+
+@pytest.mark.filterwarnings("ignore:skip_nonfinite")
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_clipping_and_skipping_on_the_device_do_what_they_do_on_the_host(world, name, skip):
+    for ours, host in zip(*(ranks.run(world, clipped, t, name, skip) for t in ("nccl", "shm")), strict=True):
+        (result, told, skipped, steps), (expected, told_there, *counts) = ours, host
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+        for (norm, was_skipped), (want, was_skipped_there) in zip(told, told_there, strict=True):
+            assert norm == pytest.approx(want, rel=1e-12, nan_ok=True) and was_skipped is was_skipped_there
+        assert [skipped, steps] == counts
+        assert skipped == ((1, 1) if skip and world > 1 else (0, 0)) and told[0][0] > 0.05

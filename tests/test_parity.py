@@ -19,12 +19,6 @@ TRANSPORTS = ["shm", "c10d", "nccl"]  # nccl: doubles of NCCL and of a GPU, see 
 EPSILON = torch.finfo(torch.float32).eps
 
 
-@pytest.fixture(scope="module", autouse=True)
-def doubles():
-    """Built here and not while ranks wait for each other."""
-    fakes.library()
-
-
 class Softsign(torch.optim.Optimizer):
     """An elementwise optimizer that torch does not have: a momentum whose update is bounded."""
 

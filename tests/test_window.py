@@ -3,12 +3,14 @@
 import contextlib
 import time
 
+import fakes
 import pytest
 import ranks
 import shardstep
 import torch
+import torch.distributed as dist
 
-TRANSPORTS = ["shm", "c10d"]
+TRANSPORTS = ["shm", "c10d", "nccl"]
 
 
 class Two(torch.nn.Module):
@@ -26,7 +28,7 @@ class Two(torch.nn.Module):
 def wrapped(transport="shm", optimizer=torch.optim.SGD, model=None, **options):
     model = model or Two()
     options.setdefault("timeout", 20.0)
-    return shardstep.wrap(model, optimizer(model.parameters(), lr=0.5), transport=transport, **options)
+    return fakes.wrap(dist.get_rank(), model, optimizer(model.parameters(), lr=0.5), transport=transport, **options)
 
 
 def grads(model):

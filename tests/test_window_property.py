@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 
+import fakes
 import pytest
 import ranks
 import shardstep
@@ -135,13 +136,14 @@ class Rank:
         self.plain = Bag(case["kinds"])
         optimizer = make_optimizer(case, self.plain)
         options = dict(transport=case["transport"], bucket_cap_mb=case["bucket_mb"], timeout=10.0)
-        if case["form"] == "wrap":
-            self.model, self.optimizer = shardstep.wrap(
-                self.plain, optimizer, accumulate=case["accumulate"], debug=case["debug"], **options
-            )
-        else:
-            self.model = shardstep.DistributedDataParallel(self.plain, **options)
-            self.optimizer = shardstep.ShardedOptimizer(optimizer, self.model)
+        with fakes.gpus_for(case["transport"], rank):
+            if case["form"] == "wrap":
+                self.model, self.optimizer = shardstep.wrap(
+                    self.plain, optimizer, accumulate=case["accumulate"], debug=case["debug"], **options
+                )
+            else:
+                self.model = shardstep.DistributedDataParallel(self.plain, **options)
+                self.optimizer = shardstep.ShardedOptimizer(optimizer, self.model)
 
     def local(self, ops):
         for op in ops:
@@ -380,10 +382,10 @@ def test_any_program_equals_one_process(world, count):
     check()
 
 
-@pytest.mark.parametrize("world, count", [(2, 20), (3, 10)])
-def test_any_program_equals_one_process_over_c10d(world, count):
+@pytest.mark.parametrize("transport, world, count", [("c10d", 2, 20), ("c10d", 3, 10), ("nccl", 2, 20), ("nccl", 3, 10)])
+def test_any_program_equals_one_process_over_other_transports(transport, world, count):
     @examples(count)
-    @given(cases(world, transport="c10d"))
+    @given(cases(world, transport=transport))
     def check(case):
         judge(ranks.run(world, body, case, timeout=40), strict=not drops_in_mid_window(case["program"]))
 

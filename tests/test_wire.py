@@ -3,10 +3,12 @@ nothing in ``no_sync``. Counted by ``stats()``, whose keys are part of the inter
 
 import contextlib
 
+import fakes
 import pytest
 import ranks
 import shardstep
 import torch
+import torch.distributed as dist
 from torch import nn
 
 COUNTERS = {
@@ -25,9 +27,9 @@ def net():
 
 def wrapped(transport="shm", bucket_cap_mb=0.02, **options):
     model = net()
-    return shardstep.wrap(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), transport=transport, bucket_cap_mb=bucket_cap_mb, timeout=20,
-        **options)
+    return fakes.wrap(
+        dist.get_rank(), model, torch.optim.AdamW(model.parameters(), lr=1e-3), transport=transport,
+        bucket_cap_mb=bucket_cap_mb, timeout=20, **options)
 
 
 def window(model, optimizer, micros, sync="last", clip=False):
@@ -75,7 +77,7 @@ def counted_body(rank, world, transport, param_dtype):
     model.unwrap()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_each_bucket_is_reduced_and_gathered_once_per_step_for_any_number_of_micro_batches(world, transport):
     ranks.run(world, counted_body, transport, None)
@@ -116,7 +118,7 @@ def quiet_body(rank, world, transport):
     model.unwrap()
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("transport", ["shm", "c10d", "nccl"])
 def test_no_sync_sends_nothing_and_waits_for_nobody(transport):
     ranks.run(2, quiet_body, transport)
 

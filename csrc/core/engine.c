@@ -175,6 +175,7 @@ void ss_engine_destroy(ss_engine *e)
     free(e->verdict);
     ss_layout_free(&e->layout);
     ss_region_release(e->workspace);
+    ss_region_release(e->clip_region);
     if (e->joined != NULL) {
         e->device->ops->free_event(e->device, e->joined);
     }

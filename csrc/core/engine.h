@@ -180,6 +180,14 @@ int ss_engine_norm(ss_engine *engine, double order, int32_t param, double *norm)
 int ss_engine_clip(ss_engine *engine, const int32_t *params, int32_t count, double max_norm, int only_finite,
                    double *norm);
 
+/*
+ * As ss_engine_clip, where there is a device and every gradient is FP32, of a closed window and for the step that is under way:
+ * nothing is known on the host. *norm is in device memory, in the region (borrowed, and written again by the next step). With
+ * `only_finite` a norm that is not finite makes the update leave everything alone. Communicates.
+ */
+ss_code ss_engine_clip_on_device(ss_engine *engine, const int32_t *params, int32_t count, double max_norm, int only_finite,
+                                 const double **norm, ss_region **region, ss_error *err);
+
 /* ---- Gradients after a close: what the guard does with them ---- */
 
 typedef enum {

@@ -78,6 +78,9 @@ struct ss_engine {
     ss_device *device;     /* NULL: the CPU. Element work goes through work.h, which looks at it */
     ss_event *joined;      /* for one stream to wait for another */
     ss_region *workspace;  /* of the device's kernels for the update */
+    ss_region *clip_region; /* see clip.c; what it holds counts for the step under way, or is NULL */
+    const double *clip_norm, *clip_coefficient;
+    const int32_t *clip_skip;
     ss_error work_failed;  /* of work that was enqueued: see work.h */
     const ss_kernels *kernels;
     ss_framework framework;

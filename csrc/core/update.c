@@ -169,7 +169,8 @@ static ss_code update_on_device(ss_engine *e, const ss_update *u, int32_t b, ss_
         }
     }
     ss_cuda_update update = {
-        .size = sizeof update, .n_pieces = n, .n_options = n_options, .pieces = pieces, .options = options};
+        .size = sizeof update, .n_pieces = n, .n_options = n_options, .pieces = pieces, .options = options,
+        .clip = e->clip_coefficient, .skip = e->clip_skip};
     code = ss_work_update(e, u->rule, &update, err);
 out:
     free(pieces);
@@ -305,6 +306,8 @@ ss_code ss_engine_gather(ss_engine *e, ss_error *err)
             }
         }
     }
+    e->clip_norm = e->clip_coefficient = NULL;
+    e->clip_skip = NULL;
     e->stats.exposed_seconds += ss_now() - begin;
     pthread_mutex_unlock(&e->lock);
     return code;

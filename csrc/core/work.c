@@ -22,7 +22,7 @@ ss_code ss_work_result(ss_engine *e, ss_error *err)
     return code;
 }
 
-static ss_code check(const ss_engine *e, int result, const char *what, ss_error *err)
+ss_code ss_work_check(const ss_engine *e, int result, const char *what, ss_error *err)
 {
     return result == 0 ? SS_OK : ss_fail(err, SS_ERR_TRANSPORT, "%s on the device failed: %s", what,
                                          e->device->kernels->message(result));
@@ -35,7 +35,7 @@ static ss_code check(const ss_engine *e, int result, const char *what, ss_error 
         ss_stream current_;                                                                \
         if ((e)->device->ops->current((e)->device, &current_, &error_) == SS_OK) {         \
             void *stream = current_.native;                                                \
-            check(e, (e)->device->kernels->call, what, &error_);                           \
+            ss_work_check(e, (e)->device->kernels->call, what, &error_);                   \
         }                                                                                  \
         if (error_.code != SS_OK) {                                                        \
             keep(e, &error_);                                                              \
@@ -248,7 +248,7 @@ static ss_code device_squares(ss_engine *e, const ss_work_norm *norms, int32_t c
                                .sums = memory->base,
                                .workspace = (char *)memory->base + at,
                                .workspace_bytes = workspace};
-    SS_TRY_GOTO(code, check(e, kernels->norms(&args, current.native), "norms", err), out);
+    SS_TRY_GOTO(code, ss_work_check(e, kernels->norms(&args, current.native), "norms", err), out);
     SS_TRY_GOTO(code, e->device->ops->read(e->device, sums, memory->base, (size_t)n * sizeof *sums, err), out);
     for (int32_t k = 0, from = 0; k < count; k++) {
         if (norms[k].spec->grad_dtype == dtype) {
@@ -295,7 +295,7 @@ ss_code ss_work_update(ss_engine *e, ss_rule rule, const ss_cuda_update *update,
     whole.workspace_bytes = e->workspace->bytes;
     SS_TRY(e->device->ops->current(e->device, &current, err));
     const ss_cuda *kernels = e->device->kernels;
-    return check(e, (rule == SS_RULE_ADAM ? kernels->adam : kernels->sgd)(&whole, current.native), "the update", err);
+    return ss_work_check(e, (rule == SS_RULE_ADAM ? kernels->adam : kernels->sgd)(&whole, current.native), "the update", err);
 }
 
 /* Streams ---------------------------------------------------------------------------------------------------------- */

@@ -37,6 +37,9 @@ ss_code ss_work_update(ss_engine *e, ss_rule rule, const ss_cuda_update *update,
 /* Makes the current stream wait for another one, on which gradients have come. */
 void ss_work_join(ss_engine *e, ss_stream other);
 
+/* What a function of the device's kernels has answered. */
+ss_code ss_work_check(const ss_engine *e, int result, const char *what, ss_error *err);
+
 /* What has failed since it was asked last. */
 ss_code ss_work_result(ss_engine *e, ss_error *err);
 

@@ -455,6 +455,40 @@ static PyObject *engine_norm(EngineObject *self, PyObject *args)
     return PyFloat_FromDouble(norm);
 }
 
+PyDoc_STRVAR(clip_on_device_doc,
+             "clip_on_device(indices, max_norm, only_finite) -> tensor\n\n"
+             "Communicates. As clip(), for the step under way and without waiting for the device: the norm is a flat FP64 tensor of\n"
+             "one element there, which the next step overwrites. With only_finite the update does nothing when it is not finite.");
+
+static PyObject *engine_clip_on_device(EngineObject *self, PyObject *args)
+{
+    Py_buffer params;
+    double max_norm;
+    int only_finite;
+    const double *norm = NULL;
+    ss_region *region = NULL;
+    ss_error err = {0};
+    ss_code code = SS_OK;
+    if (!PyArg_ParseTuple(args, "y*dp", &params, &max_norm, &only_finite)) {
+        return NULL;
+    }
+    int ok = check_open(self) == 0 && check_indices(self, &params) == 0;
+    if (ok) {
+        int32_t n = (int32_t)(params.len / (Py_ssize_t)sizeof(int32_t));
+        WITHOUT_GIL(code,
+                    ss_engine_clip_on_device(self->engine, params.buf, n, max_norm, only_finite, &norm, &region, &err));
+    }
+    PyBuffer_Release(&params);
+    if (!ok) {
+        return NULL;
+    }
+    if (code != SS_OK) {
+        ss_raise_error(&err);
+        return NULL;
+    }
+    return ss_shim_flat(self->shim, (void *)norm, SS_F64, 1, region);
+}
+
 PyDoc_STRVAR(clip_doc,
              "clip(indices, max_norm, only_finite) -> float or None\n\n"
              "The L2 norm of the gradients of these parameters (int32 buffer) together, before they are clipped to max_norm;\n"
@@ -817,6 +851,7 @@ static PyMethodDef methods[] = {
     {"close", (PyCFunction)engine_close, METH_VARARGS, close_doc},
     {"norm", (PyCFunction)engine_norm, METH_VARARGS, "norm(order, i) -> float, or None when it is not known."},
     {"clip", (PyCFunction)engine_clip, METH_VARARGS, clip_doc},
+    {"clip_on_device", (PyCFunction)engine_clip_on_device, METH_VARARGS, clip_on_device_doc},
     {"gradient", (PyCFunction)engine_gradient, METH_O, "gradient(i) -> 0: none, 1: held, 2: the window must be closed."},
     {"local", (PyCFunction)engine_local, METH_O, NULL},
     {"scale", (PyCFunction)engine_scale, METH_VARARGS, NULL},

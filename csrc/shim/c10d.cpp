@@ -524,7 +524,7 @@ void op_close(ss_transport *base)
 
 const ss_transport_ops kOps = {
     sizeof(ss_transport_ops), "c10d",     1,          op_add_chunk, op_launch, op_poll, op_reduce, op_settle,
-    op_exchange,              op_publish, op_collect, op_release,   op_fail, op_lost,   op_close,
+    op_exchange,              op_publish, op_collect, op_release,   nullptr,   op_fail, op_lost,   op_close,
 };
 
 // Which backend carries CPU tensors; "python" for a group without backends, whose collectives are methods in Python.

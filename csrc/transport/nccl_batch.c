@@ -14,7 +14,7 @@
 #define SUSPICIOUS 0.5                /* seconds after which a collective is looked at */
 #define TELL_AFTER 1.0                /* and after which peers are told that this rank waits for it */
 #define STORE_EVERY 0.5
-#define NAP_NS 100000
+#define NAP_NS 20000
 
 double ss_nccl_now(void)
 {
@@ -106,7 +106,7 @@ static ss_nccl_batch *new_batch(ss_nccl *t)
     return b;
 }
 
-ss_code ss_nccl_add(ss_nccl *t, int bucket, ss_nccl_kind kind, ss_error *err)
+ss_code ss_nccl_add(ss_nccl *t, ss_nccl_task task, uint64_t *number, ss_error *err)
 {
     if (t->open == NULL && (t->open = new_batch(t)) == NULL) {
         return ss_fail(err, SS_ERR_NO_MEMORY, "nccl, rank %d: out of memory for a group of collectives", t->base.rank);
@@ -121,9 +121,9 @@ ss_code ss_nccl_add(ss_nccl *t, int bucket, ss_nccl_kind kind, ss_error *err)
         b->tasks = tasks;
         b->capacity = capacity;
     }
-    b->tasks[b->n++] = (ss_nccl_task){bucket, kind};
-    b->bytes += ss_nccl_segment_bytes(&t->buckets[bucket], kind) * (size_t)t->base.world;
-    t->buckets[bucket].batch[kind] = b->number;
+    b->tasks[b->n++] = task;
+    b->bytes += task.bytes * (size_t)t->base.world;
+    *number = b->number;
     if (b->bytes >= GROUP_BYTES) {
         ss_nccl_cut(t);
     }
@@ -141,19 +141,22 @@ void ss_nccl_cut(ss_nccl *t)
 
 static int issue_task(ss_nccl *t, const ss_nccl_task *task)
 {
-    const ss_nccl_bucket *b = &t->buckets[task->bucket];
-    size_t bytes = ss_nccl_segment_bytes(b, task->kind);
-    char *plane = ss_nccl_plane(b, task->kind), *mine = plane + (size_t)t->base.rank * bytes;
-    uint64_t moved = (uint64_t)(t->base.world - 1) * bytes;
+    char *all = task->memory, *mine = all + (size_t)t->base.rank * task->bytes;
+    uint64_t moved = (uint64_t)(t->base.world - 1) * task->bytes;
     if (task->kind == SS_NCCL_REDUCE) {
+        const ss_bucket_spec *spec = &t->buckets[task->bucket].spec;
         t->base.traffic.reduce_scatter_bytes += moved;
         t->base.traffic.reduce_scatters++;
-        int type = b->spec.grad_dtype == SS_F64 ? SS_NCCL_FLOAT64 : SS_NCCL_FLOAT32;
-        return t->api.reduce_scatter(plane, mine, (size_t)b->spec.segment, type, SS_NCCL_SUM, t->comm, t->stream.native);
+        int type = spec->grad_dtype == SS_F64 ? SS_NCCL_FLOAT64 : SS_NCCL_FLOAT32;
+        return t->api.reduce_scatter(all, mine, (size_t)spec->segment, type, SS_NCCL_SUM, t->comm, t->stream.native);
     }
-    t->base.traffic.all_gather_bytes += moved;
-    t->base.traffic.all_gathers++;
-    return t->api.all_gather(mine, plane, bytes, SS_NCCL_INT8, t->comm, t->stream.native);
+    if (task->kind == SS_NCCL_GATHER_MEMORY) {
+        t->base.traffic.control_bytes += moved;
+    } else {
+        t->base.traffic.all_gather_bytes += moved;
+        t->base.traffic.all_gathers++;
+    }
+    return t->api.all_gather(mine, all, task->bytes, SS_NCCL_INT8, t->comm, t->stream.native);
 }
 
 static ss_code issue(ss_nccl *t, ss_nccl_batch *b, ss_error *err)

@@ -91,6 +91,10 @@ static ss_code begin(ss_nccl *t, const ss_nccl_options *options, ss_error *err)
         return ss_fail(err, SS_ERR_NO_MEMORY, "nccl: out of memory");
     }
     SS_TRY_GOTO(code, introduce(t, &mine, all, err), out);
+    if ((t->ready = t->device->ops->new_event(t->device)) == NULL) {
+        code = ss_fail(err, SS_ERR_NO_MEMORY, "nccl: out of memory");
+        goto out;
+    }
     code = make_communicator(t, &all[0].id, err);
     if (code != SS_OK) {
         ss_control_fail(t->control, err->message); /* the others wait in the same place */
@@ -350,6 +354,9 @@ void ss_nccl_release(ss_nccl *t)
     for (int b = 0; b < t->n_buckets; b++) {
         ss_region_release(t->buckets[b].region);
         t->device->ops->free_event(t->device, t->buckets[b].ready);
+    }
+    if (t->ready != NULL) {
+        t->device->ops->free_event(t->device, t->ready);
     }
     free(t->buckets);
     ss_nccl_free_batches(t);

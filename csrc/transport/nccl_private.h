@@ -10,11 +10,19 @@
 #include "transport/control.h"
 #include "transport/nccl.h"
 
-typedef enum { SS_NCCL_REDUCE, SS_NCCL_GATHER_GRAD, SS_NCCL_GATHER_PARAM, SS_NCCL_KINDS } ss_nccl_kind;
+typedef enum {
+    SS_NCCL_REDUCE,
+    SS_NCCL_GATHER_GRAD,
+    SS_NCCL_GATHER_PARAM,
+    SS_NCCL_KINDS,                    /* those of buckets */
+    SS_NCCL_GATHER_MEMORY = SS_NCCL_KINDS
+} ss_nccl_kind;
 
 typedef struct {
-    int bucket;
+    int bucket; /* or -1, with memory of the caller's: */
     ss_nccl_kind kind;
+    char *memory;
+    size_t bytes; /* of each rank */
 } ss_nccl_task;
 
 /* The collectives of one group call. */
@@ -50,6 +58,7 @@ typedef struct {
     ss_nccl_api api;
     ss_device *device;
     ss_stream stream; /* the communication stream */
+    ss_event *ready;  /* as of a bucket, for memory of the caller's */
     ss_control *control;
     ss_origin origin;
     ss_nccl_bucket *buckets;
@@ -83,8 +92,8 @@ ss_code ss_nccl_usable(const ss_nccl *t, ss_error *err);
 ss_code ss_nccl_fail(ss_nccl *t, const ss_error *error, ss_error *err);
 /* The same for what NCCL has answered; `result` may be any failure. */
 ss_code ss_nccl_failed(ss_nccl *t, int result, const char *phase, int bucket, ss_error *err);
-/* Adds a collective to the sequence. */
-ss_code ss_nccl_add(ss_nccl *t, int bucket, ss_nccl_kind kind, ss_error *err);
+/* Adds a collective to the sequence. *number becomes that of its batch. */
+ss_code ss_nccl_add(ss_nccl *t, ss_nccl_task task, uint64_t *number, ss_error *err);
 /* No more is added to the last group. */
 void ss_nccl_cut(ss_nccl *t);
 /* Issues what can be issued and notices what is done. Never waits. */

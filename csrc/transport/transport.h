@@ -103,6 +103,10 @@ typedef struct {
     /* Collective, blocks until every peer has collected what I published, so that I may write there again. */
     ss_code (*release)(ss_transport *t, ss_plane plane, ss_error *err);
 
+    /* NULL where memory is the host's. Collective. all[k * bytes .. (k + 1) * bytes) in device memory becomes rank k's, behind
+       what the caller's stream has got and before what it gets. Part of the one sequence of launches and publishes. */
+    ss_code (*gather)(ss_transport *t, void *all, size_t bytes, ss_error *err);
+
     /* Tells all peers that this rank cannot go on, so that their waits end with SS_ERR_ABORTED and this message. Never
        blocks. The transport is of no use afterwards. */
     void (*fail)(ss_transport *t, const char *message);

@@ -25,6 +25,7 @@ from shardstep._errors import MismatchError, UsageError
 from shardstep._flat_shard import Cut, FlatShard, memory_order
 from shardstep._gradient import HELD, LOCAL, PENDING, ShardedGradient, piece_grad
 from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
+from shardstep._late import Late
 from shardstep._plan import Plan, kinds_of
 from shardstep._precision import LOW, Precision, tensors_in
 
@@ -99,6 +100,8 @@ class Slots:
 
 class Engine:
     """See the module's docstring. All arguments are those of :func:`shardstep.wrap`."""
+
+    skipped_steps = Late(int)
 
     @collector_paused()
     def __init__(

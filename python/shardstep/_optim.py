@@ -17,6 +17,7 @@ from shardstep import _join
 from shardstep._engine import AT_STEP, DOUBLE, LOW, WANT_NORM, WANT_NOTHING, Engine, collector_paused, engines, indices
 from shardstep._errors import UsageError
 from shardstep._full_state import extend_torch
+from shardstep._late import Late
 from shardstep._plan import ELEMENTWISE, WHOLE, Plan, check_foreign, check_group
 from shardstep._rules import MASTER, FusedRule, TorchRule, WholeRule, piece_of
 from shardstep._state import LazyState
@@ -44,11 +45,14 @@ class ShardedOptimizer(Optimizer):
     before clipping (None unless one of the two options asks for it), ``step_was_skipped`` says whether the step was skipped,
     alike on all ranks: by ``skip_nonfinite``, or by a ``GradScaler``, which does not call ``step()`` then (it is True as soon
     as the scaler has found an infinity). ``skipped_steps`` counts those that ``skip_nonfinite`` has skipped so far.
+    On a GPU reading them waits for it; a step with SGD, Adam or AdamW does not, whether it clips or skips or not.
 
     Raises:
         UsageError: for optimizers that need all parameters at once, and options that cannot be used.
         MismatchError: ranks have different optimizers or options; on every rank alike.
     """
+
+    grad_norm, step_was_skipped, skipped_steps = Late(float), Late(bool), Late(int)
 
     def __init__(
         self,
@@ -203,7 +207,9 @@ class ShardedOptimizer(Optimizer):
         for group in self.param_groups:
             check_group(self.wrapped, group)
         self._follow_state()
-        engine.close(AT_STEP, WANT_NORM if self._wants_norm else WANT_NOTHING, param=self._number)
+        engine.close(
+            AT_STEP, WANT_NORM if self._wants_norm and not self._clips_on_device else WANT_NOTHING, param=self._number
+        )
         if engine.uneven is not None and engine.uneven.enabled:
             engine.uneven.share(engine, self)
         self._finish_step()
@@ -214,11 +220,20 @@ class ShardedOptimizer(Optimizer):
     def _wants_norm(self) -> bool:
         return self._skip_nonfinite or self._max_norm is not None
 
+    @property
+    def _clips_on_device(self) -> bool:
+        fused = all(isinstance(optimizer._rule, FusedRule) for optimizer in self._clipped_together)
+        return self._wants_norm and self.engine.device is not None and fused
+
     def _finish_step(self) -> None:
         """What comes after the close of a step. Collective."""
-        self.step_was_skipped = self._wants_norm and not self._clip()
-        if not self.step_was_skipped:
+        if self._clips_on_device:
+            self._clip_on_device()
             self._rule.step()
+        else:
+            self.step_was_skipped = self._wants_norm and not self._clip()
+            if not self.step_was_skipped:
+                self._rule.step()
         self.engine.core.gather()
         self.engine.note_step()
 
@@ -244,13 +259,28 @@ class ShardedOptimizer(Optimizer):
     def join_process_group(self) -> Any:
         return self._attached().group.process_group
 
-    def _clip(self) -> bool:
-        """Notes the norm and clips. False when the step is to be skipped."""
+    def _clipped(self) -> "array.array":
+        """The parameters whose gradients are clipped together with ours."""
         placed = indices([])
         for optimizer in self._clipped_together:
             if optimizer is not self:
                 optimizer._follow_groups()
             placed.extend(optimizer.placed())
+        return placed
+
+    def _clip_on_device(self) -> None:
+        """Clips where the host does not wait for the device: what is known is known there. The update skips itself."""
+        limit = float("inf") if self._max_norm is None else self._max_norm
+        norm = self.engine.core.clip_on_device(self._clipped(), limit, self._skip_nonfinite)[0].clone()
+        self.grad_norm, self.step_was_skipped = norm, False
+        if self._skip_nonfinite:
+            skipped = self.step_was_skipped = ~norm.isfinite()
+            ShardedOptimizer.skipped_steps.add(self, skipped)
+            Engine.skipped_steps.add(self.engine, skipped)
+
+    def _clip(self) -> bool:
+        """Notes the norm and clips. False when the step is to be skipped."""
+        placed = self._clipped()
         limit = float("inf") if self._max_norm is None else self._max_norm
         norm = self.grad_norm = self.engine.core.clip(placed, limit, self._skip_nonfinite)
         if math.isfinite(norm) or not self._skip_nonfinite:

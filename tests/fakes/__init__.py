@@ -115,7 +115,7 @@ def gpus_for(transport: str, rank: int) -> "contextlib.AbstractContextManager":
 
 
 def wrap(rank: int, *arguments, transport: str, **options):
-    """shardstep.wrap; over the doubles where ``transport`` is ``"nccl"``."""
+    """shardstep.wrap; over the doubles where ``transport`` is ``"nccl"``. The test's own process had better have built them."""
     import shardstep
 
     with gpus_for(transport, rank):
