@@ -13,11 +13,9 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU: make test-gpu")  # from here, so that the summary counts them in one line
 
 
-@pytest.fixture(scope="session", autouse=True)
-def doubles(request):
-    """Built here and not while ranks wait for each other."""
-    if any("nccl" in item.nodeid for item in request.session.items):
-        fakes.library()
+def pytest_collection_finish(session):
+    if any("nccl" in item.nodeid for item in session.items) and not session.config.option.collectonly:
+        fakes.library()  # not while a test's time runs and ranks wait for each other
 
 
 def pytest_sessionfinish():

@@ -117,7 +117,7 @@ class Ops(ctypes.Structure):
         ("launch", _op(_I, _I, _E)), ("poll", _op(_I, ctypes.POINTER(_I), _E)), ("reduce", _op(_I, _E)),
         ("settle", _op(_E)), ("exchange", _op(ctypes.c_char_p, _S, _P, _E)), ("publish", _op(_I, _I, _E)),
         ("collect", _op(_I, _I, _E)), ("release", _op(_I, _E)), ("gather", _op(_P, _S, _E)),
-        ("fail", _op(ctypes.c_char_p, result=None)),
+        ("fail", _op(ctypes.c_char_p, result=None)), ("lost", _op()),
         ("close", _op(result=None))]
 
 
