@@ -86,12 +86,15 @@ int skip(const double *norm, const float *found_inf, int32_t *skipped, void *str
 
 template <int (*Rule)(const ss_cuda_update *, void *)> int update(const ss_cuda_update *given, void *stream)
 {
-    return enqueue(stream, [u = *given, pieces = std::vector<ss_cuda_piece>(given->pieces, given->pieces + given->n_pieces),
+    const int code = enqueue(stream, [u = *given, pieces = std::vector<ss_cuda_piece>(given->pieces, given->pieces + given->n_pieces),
                             options = std::vector<ss_cuda_options>(given->options, given->options + given->n_options)]() mutable {
         u.pieces = pieces.data();
         u.options = options.data();
         return Rule(&u, nullptr);
     });
+    // The optimizer's state is torch's memory, whose freeing on the CPU waits for no stream.
+    dd_flush();
+    return code;
 }
 
 const ss_cuda kernels = {nullptr, ss_cuda_abi_version, ss_cuda_versions, ss_cuda_message, update<ss_cuda_adam>,
