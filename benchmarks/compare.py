@@ -130,6 +130,7 @@ def parse_arguments() -> argparse.Namespace:
     options.add_argument("--seconds", type=float, default=3.0, help="of steps per point with a goal, peer and round")
     options.add_argument("--rest-seconds", type=float, default=1.2, help="at other points")
     options.add_argument("--rest-rounds", type=int, default=1, help="at other points (default 1)")
+    options.add_argument("--keep", action="store_true", help="points of the result file that this run does not measure")
     options.add_argument("--minutes", type=float, help="leaves out what would not be done in so many minutes")
     args = options.parse_args()
     args.model = args.model or (["gpt"] if args.quick else ["gpt", "mlp", "many"])
@@ -205,6 +206,14 @@ def add(results: dict, point: Point, peer: str, memory: bool, ranks: list[dict])
             peers[peer].memory = ranks
         elif other == point:
             peers[peer].times.append(ranks)
+
+
+def kept(args: argparse.Namespace, without: list[Point]) -> dict[Point, dict[str, Any]]:
+    """What an earlier run has found at other points."""
+    path = args.out / f"{args.name}.json"
+    found = json.loads(path.read_text())["points"] if args.keep and path.exists() else []
+    points = {Point(*(point[key] for key in Point._fields)): point for point in found}
+    return {point: summary for point, summary in points.items() if point not in without}
 
 
 # -- what came of it ----------------------------------------------------------------------------------------------
@@ -288,16 +297,16 @@ def verdicts(results: dict[Point, dict[str, Any]]) -> Iterator[Verdict]:
 # -- the picture --------------------------------------------------------------------------------------------------
 
 
-def draw_all(results: dict[Point, dict[str, Any]], args: argparse.Namespace):
-    lines = list(itertools.product(args.model, args.dtype))
-    columns = list(itertools.product(args.world, args.accumulate))
+def draw_all(results: dict[Point, dict[str, Any]], peers: list[str]):
+    lines = list(dict.fromkeys(point[:2] for point in results))
+    columns = sorted({point[2:] for point in results})
 
     def draw(figure: Any) -> None:
         grid = figure.subplots(len(lines), len(columns), squeeze=False, sharey=True)
         for (model, dtype), line in zip(lines, grid, strict=True):
             for (world, accumulate), axis in zip(columns, line, strict=True):
-                found = results[Point(model, dtype, world, accumulate)]["peers"]
-                draw_point(axis, found, args.peers)
+                found = results.get(Point(model, dtype, world, accumulate), {"peers": {}})["peers"]
+                draw_point(axis, found, peers)
                 axis.set_title(f"{model}, {dtype}, W = {world}, K = {accumulate}", fontsize=9)
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3)
@@ -336,9 +345,9 @@ def main() -> None:
     print(f"in all about {sum(turn.estimate() for turn in turns) / 60:.0f} minutes", flush=True)
 
     measured = {point: {peer: Measured() for peer in args.peers} for point in grid(args)}
-    results = {point: summary(point, peers) for point, peers in measured.items()}
+    results = before = kept(args, without=list(measured))
     for _ in take(turns, args, measured):
-        results = {point: summary(point, peers) for point, peers in measured.items()}
+        results = {**before, **{point: summary(point, peers) for point, peers in measured.items()}}
         save(args, {"points": list(results.values())})
     for point, found in results.items():
         print(f"\n{point}\n{table(HEADERS, rows(found['peers']))}")
@@ -346,8 +355,8 @@ def main() -> None:
     print_verdicts(found)
     path = save(args, {"points": list(results.values()), "verdicts": found})
     if "time" in args.measure:
-        lines, columns = len(args.model) * len(args.dtype), len(args.world) * len(args.accumulate)
-        picture(path, draw_all(results, args), size=(1.5 + 3.2 * columns, 1.2 + 2.1 * lines))
+        lines, columns = len({point[:2] for point in results}), len({point[2:] for point in results})
+        picture(path, draw_all(results, args.peers), size=(1.5 + 3.2 * columns, 1.2 + 2.1 * lines))
 
 
 if __name__ == "__main__":

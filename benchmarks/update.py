@@ -161,7 +161,7 @@ def main() -> None:
     }
     update_headers = ["AdamW", "median ms", "min ms", "M elements/s", "GB/s", "of limit", "x torch fused"]
     print("\n" + table(update_headers, [row for point in results["update"] for row in update_rows(point)]))
-    headers = ["micro-batch", "parameters", "median ms", "min ms", "to bare", "of mins", "us/parameter"]
+    headers = ["micro-batch (CPU time)", "parameters", "median ms", "min ms", "to bare", "of mins", "us/parameter"]
     print("\n" + table(headers, [row for point in results["micro_batches"] for row in micro_batch_rows(point)]))
     wraps = [
         [f"{p['parameters']:,} parameters", p["seconds"], p["seconds"] / p["parameters"] * 1e6,
