@@ -6,8 +6,8 @@
 Three tables:
 - AdamW in C against torch's fused and foreach AdamW on as many elements, one thread per rank, one rank or several at a
   time. The limit is a plain loop that reads and writes the same 28 bytes per element; "of limit" by minima.
-- A micro-batch under no_sync against the same one of the bare module, which accumulates into .grad as well; and per
-  parameter what the hooks cost, beside an empty Python hook. In the models of many tensors and of big ones.
+- A micro-batch under no_sync against the same one of the bare module, which accumulates into .grad as well, in CPU time; and
+  per parameter what the hooks cost, beside an empty Python hook: best seen in the model of tensors with nothing to compute.
 - Time and memory of wrap() by number of parameters. Memory is beyond the parameters themselves; a parameter here has 16
   elements, that is 64 bytes of weights, 64 of gradients and 128 of AdamW's state.
 """
@@ -27,7 +27,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser(__doc__, "update")
     options.add_argument("--world", type=int, nargs="+", default=[1, 2], help="ranks that update at the same time")
     options.add_argument("--elements", type=int, help="that each updates (default 13.5 million: half of 27; quick: 4)")
-    options.add_argument("--model", nargs="+", default=["many", "gpt"], help="models for the micro-batches")
+    options.add_argument("--model", nargs="+", default=["tensors", "many", "gpt"],
+                         help="models for the micro-batches (default tensors, which is 2,000 of 16 elements, many, gpt)")
     options.add_argument("--parameters", type=int, nargs="+", help="for wrap (default 1,000 to 100,000)")
     options.add_argument("--repetitions", type=int, help="per round (default 10; quick: 5)")
     args = options.parse_args()
@@ -115,10 +116,10 @@ def verdicts(results: dict[str, list[dict]]) -> Iterator[Verdict]:
                           times["limit"] / times["shardstep"], ">=", 0.8)
         for point in results["micro_batches"]:
             times, n = point[kind], point["parameters"]
-            if point["model"] == "many":
+            if point["model"] == "tensors":
                 each = (times["wrapped"] - times["bare"]) / n
                 yield Verdict(f"both hooks, us per parameter, {kind}", each * 1e6, "<=", 0.6)
-            else:
+            elif point["model"] == "gpt":
                 ratio = times["wrapped"] / times["bare"]
                 yield Verdict(f"{point['model']}: no_sync micro-batch to a bare one, {kind}", ratio, "<=", 1.01)
     for point in results["wrap"]:

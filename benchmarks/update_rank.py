@@ -9,10 +9,30 @@ import time
 import common
 import native
 import torch
-from models import WORKLOADS
+from models import WORKLOADS, Workload
 from torch import nn
 
 WINDOW = 4  # micro-batches
+
+
+class Tensors(nn.Module):
+    """As many tensors as another model has, and next to nothing to compute: what hooks cost does not drown in it."""
+
+    def __init__(self, count: int = 2000):
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(16) for _ in range(count))
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return scale * torch.stack(list(self.parts)).sum(0)
+
+
+TENSORS = Workload(
+    build=Tensors,
+    units=lambda model: iter(()),
+    micro_batch=lambda: (torch.randn(16), torch.randn(16)),
+    loss=nn.functional.mse_loss,
+)
+WORKLOADS = {**WORKLOADS, "tensors": TENSORS}
 
 
 def update(args: argparse.Namespace) -> dict:
