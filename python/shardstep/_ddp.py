@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from shardstep import _comm_hooks
@@ -19,6 +20,7 @@ from shardstep._engine import DEFAULT_BUCKET_MB, Engine, refuse_fused_in_backwar
 from shardstep._errors import UsageError
 from shardstep._module import ENGINE, Synchronised
 from shardstep._plan import Plan
+from shardstep._precision import Precision, compute_dtype
 
 #: torch's logging data speak of dtypes by their C++ names.
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
@@ -132,7 +134,11 @@ class DistributedDataParallel(Synchronised, TorchDDP):
           ``zero_grad`` keeps its values either way.
         - ``find_unused_parameters``, ``static_graph``, ``check_reduction``, ``dim``, ``batched_grad_copy`` and
           ``skip_all_reduce_unused_params`` are accepted and not needed.
-        - ``mixed_precision`` and ``delay_all_reduce_named_params`` are refused.
+        - ``mixed_precision``, torch's ``_MixedPrecision``: a forward computes with copies of the parameters and inputs in its
+          ``param_dtype``; floating-point buffers become of its ``buffer_dtype``. Parameters, gradients and state dicts stay in
+          their own dtype, and gradients are summed in it, whatever ``reduce_dtype`` says. Activation checkpointing computes
+          again outside of the forward, with parameters in their own dtype, and torch raises there.
+        - ``delay_all_reduce_named_params`` is refused.
         - ``transport`` and ``timeout``: those of :func:`shardstep.wrap`.
     """
 
@@ -176,11 +182,7 @@ class DistributedDataParallel(Synchronised, TorchDDP):
     ):
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        if mixed_precision is not None:
-            raise UsageError(
-                "mixed_precision is not supported by DistributedDataParallel; use torch.autocast, or shardstep.wrap with "
-                "mp_policy= or param_dtype="
-            )
+        self._computes_in = compute_dtype(mixed_precision)
         _refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if device_mesh is not None:
             process_group = _group_of(device_mesh, process_group)
@@ -216,6 +218,10 @@ class DistributedDataParallel(Synchronised, TorchDDP):
                 bucket_caps_mb=caps,
             )
         )
+        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
+            for buffer in self.modules_buffers:
+                if buffer.is_floating_point():
+                    buffer.data = buffer.to(mixed_precision.buffer_dtype)
 
     def _attach(self, engine: Engine) -> None:
         self.__dict__[ENGINE] = engine
@@ -262,7 +268,18 @@ class DistributedDataParallel(Synchronised, TorchDDP):
             engine = self._engine
             if not self._lazy_init_ran:
                 self._lazy_init()
-            return engine.forward(self.module, args, kwargs)
+            call = self.module if self._computes_in is None else self._compute_in_low_precision
+            return engine.forward(call, args, kwargs)
+
+    def _compute_in_low_precision(self, *args: Any, **kwargs: Any) -> Any:
+        """The casts are part of the graph, so that gradients come back in the parameters' own dtype."""
+        dtype = self._computes_in
+        low = {
+            name: parameter.to(dtype) for name, parameter in self.module.named_parameters()
+            if parameter.is_floating_point() and name not in self.parameters_to_ignore
+        }
+        inputs = Precision(input_dtype=dtype)
+        return functional_call(self.module, low, inputs.cast_inputs(args), inputs.cast_inputs(kwargs))
 
     def _lazy_init(self) -> None:
         """Before the first forward, as in torch: an optimizer may have been fused into the backward since construction."""

@@ -62,6 +62,21 @@ class Precision:
         return map_tensors(lambda t: t.to(self.output_dtype) if t.is_floating_point() else t, tree)
 
 
+def compute_dtype(config: Any) -> "torch.dtype | None":
+    """What torch DDP's ``mixed_precision=`` computes in; None as it is. Raises UsageError when it is none of its kind."""
+    if config is None:
+        return None
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    if not isinstance(config, _MixedPrecision):
+        raise UsageError(
+            f"mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision, not {type(config).__name__}"
+        )
+    for field in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        _check(f"mixed_precision's {field}", getattr(config, field), (*LOW, torch.float32))
+    return config.param_dtype
+
+
 def _check(name: str, dtype: Any, allowed: "tuple[torch.dtype, ...]") -> None:
     if dtype is not None and dtype not in allowed:
         raise UsageError(f"{name} must be one of {', '.join(map(str, allowed))}, not {dtype}")
