@@ -1,4 +1,4 @@
-"""mixed_precision= of the class form. torch's own needs streams and does not run on the CPU, so what it does is written out here:
+"""mixed_precision= of the class form. torch's own needs streams and does not run on the CPU, so what it does is written out:
 a copy of the model in low precision computes, and the parameters get its gradients in their own dtype."""
 
 import copy
