@@ -16,11 +16,12 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from shardstep import _comm_hooks
-from shardstep._engine import DEFAULT_BUCKET_MB, Engine, refuse_fused_in_backward
+from shardstep._engine import DEFAULT_BUCKET_MB, Engine
 from shardstep._errors import UsageError
 from shardstep._module import ENGINE, Synchronised
 from shardstep._plan import Plan
 from shardstep._precision import Precision, compute_dtype
+from shardstep._registry import refuse_fused_in_backward
 
 #: torch's logging data speak of dtypes by their C++ names.
 NAMES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}

@@ -6,7 +6,6 @@ The work is done in C (``_C.Engine``); this file puts parameters in, hands guard
 import array
 import contextlib
 import gc
-import operator
 import os
 import sys
 import weakref
@@ -28,14 +27,11 @@ from shardstep._groups import TRANSPORTS, Group, open_transport, seconds
 from shardstep._late import Late
 from shardstep._plan import Plan, kinds_of
 from shardstep._precision import LOW, Precision, tensors_in
+from shardstep._registry import DTYPES, Registry
 
 AT_READ, AT_STEP, AT_ABORT, AT_SYNC, AT_JOINED = range(5)
 WANT_NOTHING, WANT_NORM, WANT_FULL = range(3)
 
-#: What parameters can be, and how the extension stores them: complex ones as pairs of real numbers.
-DTYPES = {
-    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.complex64: 0, torch.complex128: 1
-}
 DOUBLE = (torch.float64, torch.complex128)
 DEFAULT_BUCKET_MB = 25.0
 FUNCTIONAL_CALL = torch.nn.utils.stateless._functional_call.__code__
@@ -129,6 +125,7 @@ class Engine:
         """``plan``: the optimizers to come. Without ``place_all`` parameters that none of them has are not placed until an
         optimizer of theirs comes, or until the first close."""
         self.closed = True
+        self._module = weakref.ref(module)
         self.pid = os.getpid()
         self.edits = Edits()
         self.uneven: Any = None  # inside join(), see _join.py
@@ -154,7 +151,8 @@ class Engine:
             self._bucket_bytes = self._check_sizes(bucket_cap_mb, bucket_caps_mb)
             self.timeout = seconds(timeout)
             self._check_options()
-            self._collect(module, ignored_params)
+            self.registry = Registry(module, ignored_params, [engine.index for engine in engines()])
+            self.names, self.params, self.index = self.registry.names, self.registry.params, self.registry.index
             self._find_device(transport)
             return self._describe() + plan.describe(self)
 
@@ -230,77 +228,6 @@ class Engine:
         if transport in ("shm", "c10d") and self.device is not None:
             raise UsageError(f"transport={transport!r} is for models on the CPU; for one on a GPU use 'nccl' or 'auto'")
 
-    def _collect(self, module: nn.Module, ignored: "Iterable[torch.Tensor]") -> None:
-        self.ignored = {id(p) for p in ignored}
-        self.names: list[str] = []
-        self.params: list[nn.Parameter] = []
-        meta, others = [], engines()
-        for name, parameter in module.named_parameters():
-            if id(parameter) in self.ignored or parameter.dtype not in DTYPES:
-                if parameter.requires_grad and id(parameter) not in self.ignored:
-                    raise UsageError(
-                        f"parameter {name!r} is {parameter.dtype}, which shardstep cannot train; "
-                        f"supported are {', '.join(str(d) for d in DTYPES)}"
-                    )
-                continue
-            if parameter.is_meta:
-                meta.append(name)
-                continue
-            _check_parameter(name, parameter)
-            if others and any(id(parameter) in engine.index for engine in others):
-                raise UsageError(
-                    f"parameter {name!r} belongs to a model that is wrapped already; wrap a model once, and submodules "
-                    "that two models share only with one of them (pass them in ignored_params for the other)"
-                )
-            refuse_fused_in_backward(name, parameter)
-            self.names.append(name)
-            self.params.append(parameter)
-        if meta:
-            raise UsageError(
-                f"parameters on the meta device have no values to train: {', '.join(meta[:10])}"
-                f"{' and more' if len(meta) > 10 else ''}; materialise the model (to_empty and an initialisation, or "
-                "load_state_dict(assign=True)) before wrapping it"
-            )
-        _refuse_overlaps(self.names, self.params)
-        self.index = {id(p): i for i, p in enumerate(self.params)}
-        self._module = weakref.ref(module)
-        self._register()
-
-    def _register(self) -> None:
-        """Notes every place where a module holds one of our parameters, and every submodule on the way there, to notice
-        replacements and additions cheaply. Raises when one of them is gone, or when there is another."""
-        module = self._module()
-        places: list[tuple[dict, str, Any]] = []  # a dict of a module's, a key, and what must be there
-        holders: list[dict] = []
-        found: set[int] = set()
-
-        def visit(part: nn.Module) -> bool:
-            if isinstance(part, torch.jit.ScriptModule):  # its members are C++'s and cannot be replaced
-                found.update(id(p) for p in part.parameters())
-                return False
-            holders.extend((part._parameters, part._modules))
-            ours = [(part._parameters, key, p) for key, p in part._parameters.items() if id(p) in self.index]
-            found.update(id(p) for _, _, p in ours)
-            below = [(part._modules, key, m) for key, m in part._modules.items() if m is not None and visit(m)]
-            places.extend(ours + below)
-            return bool(ours or below)
-
-        visit(module)
-        gone = [name for name, p in zip(self.names, self.params) if id(p) not in found]
-        if gone:
-            raise UsageError(
-                f"parameter {gone[0]!r} was replaced or removed after wrapping, so its gradients are no longer synchronised; "
-                "copy into the existing parameter (parameter.data.copy_), or unwrap(), change the model and wrap it again"
-            )
-        for name, p in module.named_parameters():
-            if p.requires_grad and id(p) not in self.index and id(p) not in self.ignored:
-                raise UsageError(
-                    f"parameter {name!r} was added after wrapping, so its gradients are not synchronised; add it before "
-                    "wrapping, or unwrap(), change the model and wrap it again"
-                )
-        self._registrations = tuple(zip(*places)) or ((), (), ())
-        self._holders, self._held = holders, sum(map(len, holders))
-
     def _describe(self) -> "list[tuple[str, Any]]":
         items: list[tuple[str, Any]] = [
             (name, ("shape", tuple(p.shape), p.dtype, "strides", p.stride(), "requires_grad", p.requires_grad))
@@ -361,7 +288,7 @@ class Engine:
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Rank ``source``'s parameters become everyone's, in coalesced chunks. Collective."""
-        tensors = [p for p in self._module().parameters() if id(p) not in self.ignored and p.numel() > 0]
+        tensors = [p for p in self._module().parameters() if id(p) not in self.registry.ignored and p.numel() > 0]
         if tensors and self.group.world > 1:
             with torch.no_grad():
                 dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, source)
@@ -369,8 +296,7 @@ class Engine:
     def check(self) -> None:
         """Raises when a parameter was replaced, added or cast since the wrap. One whose ``.data`` was set to another tensor of
         its dtype and shape is brought back into its bucket with the new values."""
-        if self._held != sum(map(len, self._holders)) or not self._all_registered():
-            self._register()
+        self.registry.check()
         i = self.core.moved(self.sharded)
         if i >= 0:
             parameter = self.params[i]
@@ -378,10 +304,6 @@ class Engine:
                 f"parameter {self.names[i]!r} was cast or moved after wrapping (it is {parameter.dtype} on "
                 f"{parameter.device} now) and has left its bucket; cast and move the model before wrapping it"
             )
-
-    def _all_registered(self) -> bool:
-        owners, keys, members = self._registrations
-        return all(map(operator.is_, map(dict.get, owners, keys), members))
 
     def check_apply(self, function: Any) -> None:
         """Raises when ``module._apply(function)``, as ``.to()`` and ``.double()`` call it, would cast or move parameters."""
@@ -459,7 +381,7 @@ class Engine:
 
     def _called_functionally(self) -> bool:
         """Has ``torch.func.functional_call`` put tensors in the place of parameters, for this forward only?"""
-        if self._all_registered():
+        if self.registry.unchanged():
             return False
         frame = sys._getframe()
         while frame is not None and frame.f_code is not FUNCTIONAL_CALL:
@@ -708,49 +630,6 @@ def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 def _flat_view(dense: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,))
-
-
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if parameter.layout != torch.strided:
-        raise UsageError(f"parameter {name!r} has layout {parameter.layout}; only dense parameters can be sharded")
-    if not (parameter.is_cpu or parameter.is_cuda):
-        raise UsageError(f"parameter {name!r} is on {parameter.device}; shardstep trains on CPUs and CUDA GPUs")
-    if not parameter.is_leaf:
-        raise UsageError(f"parameter {name!r} is not a leaf of autograd's graph")
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-        raise UsageError(f"parameter {name!r} is not initialised (a lazy module): run one forward before wrapping")
-
-
-def refuse_fused_in_backward(name: str, parameter: torch.Tensor) -> None:
-    """torch's ``_apply_optimizer_in_backward`` steps with the gradient of one rank, as soon as it is there."""
-    optimizers = getattr(parameter, "_in_backward_optimizers", ())
-    if optimizers:
-        raise UsageError(
-            f"parameter {name!r} has {type(optimizers[0]).__name__} fused into its backward "
-            "(_apply_optimizer_in_backward), which would step with the gradient of this rank alone; step the optimizer after "
-            "the backward instead"
-        )
-
-
-def _refuse_overlaps(names: "list[str]", params: "list[nn.Parameter]") -> None:
-    spans = []
-    for name, p in zip(names, params):
-        size = p.nbytes
-        if not p.is_contiguous():
-            extent = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride()))
-            if extent < p.numel():
-                raise UsageError(f"the elements of parameter {name!r} overlap in memory (an expanded tensor); clone it first")
-            size = extent * p.element_size()
-        if size > 0:
-            begin = p.data_ptr()
-            spans.append((begin, begin + size, name))
-    spans.sort()
-    for (_, end, first), (begin, _, second) in zip(spans, spans[1:]):
-        if begin < end:
-            raise UsageError(
-                f"parameters {first!r} and {second!r} overlap in memory but are not the same Parameter; tie weights by "
-                "assigning one Parameter to both modules"
-            )
 
 
 __all__ = ["Engine", "MismatchError"]

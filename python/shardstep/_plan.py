@@ -131,7 +131,7 @@ def check_group(optimizer: Optimizer, group: "dict[str, Any]") -> None:
 
 
 def check_foreign(engine: "Engine", parameter: torch.Tensor, group: int) -> None:
-    if parameter.requires_grad and id(parameter) not in engine.ignored:
+    if parameter.requires_grad and id(parameter) not in engine.registry.ignored:
         raise UsageError(
             f"param group {group} has a parameter of shape {tuple(parameter.shape)} that is not a parameter of the wrapped "
             "model; give each model its own optimizer"
