@@ -480,8 +480,8 @@ def bypass_body(rank, world):
     torch.nn.utils.clip_grad_norm_(module.parameters(), 1e9)
     g = module.linear.weight.grad
     for call in (lambda: g.set_(torch.zeros(33, 5)), lambda: g.as_subclass(torch.Tensor),
-                 lambda: torch.add(torch.zeros(33, 5), 1, out=g), lambda: copy.copy(g), lambda: torch.from_dlpack(g), lambda: g.new_tensor(g), lambda: torch.as_tensor(g) + 1,
-                 lambda: torch.asarray(g).sum(), lambda: g.view_as(g)):
+                 lambda: torch.add(torch.zeros(33, 5), 1, out=g), lambda: copy.copy(g), lambda: torch.from_dlpack(g),
+                 lambda: g.new_tensor(g), lambda: torch.as_tensor(g) + 1, lambda: torch.asarray(g).sum(), lambda: g.view_as(g)):
         with pytest.raises(shardstep.UsageError, match="'linear.weight'"):
             call()
     zeros = (torch.zeros_like(g), g.new_zeros(33, 5), torch.zeros(165).view_as(g), torch.zeros(1, 5).expand_as(g),
