@@ -138,7 +138,8 @@ class DistributedDataParallel(Synchronised, TorchDDP):
         - ``mixed_precision``, torch's ``_MixedPrecision``: a forward computes with copies of the parameters and inputs in its
           ``param_dtype``; floating-point buffers become of its ``buffer_dtype``. Parameters, gradients and state dicts stay in
           their own dtype, and gradients are summed in it, whatever ``reduce_dtype`` says. Activation checkpointing computes
-          again outside of the forward, with parameters in their own dtype, and torch raises there.
+          again outside of the forward, with parameters in their own dtype: torch raises there or, where an operation takes
+          both dtypes, that part is computed in the higher precision.
         - ``delay_all_reduce_named_params`` is refused.
         - ``transport`` and ``timeout``: those of :func:`shardstep.wrap`.
     """
