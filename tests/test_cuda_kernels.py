@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 from cuda_kernels import ROOT, CudaKernels, adam_tail, build_for_host
+from update_rules import SGD_OPTIONS, needs_torch_with_fma
 
 LOW = [torch.bfloat16, torch.float16]
-needs_torch_with_fma = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch runs without FMA here"
-)
 #: Lengths round packs (8), and one of several chunks (16,384) with a ragged end.
 LENGTHS = [0, 1, 7, 8, 9, 15, 17, 64, 255, 16_384, 3 * 16_384 + 5]
 
@@ -241,21 +239,10 @@ def test_the_factors_of_the_gradient_are_multiplied(cuda):
     run.check()
 
 
-SGD = {
-    "plain": dict(lr=0.1),
-    "decay": dict(lr=0.1, weight_decay=0.01),
-    "momentum": dict(lr=0.1, momentum=0.9),
-    "dampening": dict(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
-    "nesterov": dict(lr=0.03, momentum=0.8, nesterov=True),
-    "nesterov_decay": dict(lr=0.03, momentum=0.8, nesterov=True, weight_decay=0.01),
-    "maximize": dict(lr=0.1, momentum=0.9, weight_decay=0.01, maximize=True),
-}
-
-
 @needs_torch_with_fma
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("low", [None, *LOW], ids=["f32", "bf16", "f16"])
-@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+@pytest.mark.parametrize("options", SGD_OPTIONS.values(), ids=SGD_OPTIONS)
 def test_sgd_equals_torch(cuda, options, low, offset):
     lengths = [1, 9, 1003, 16_384 + 3]
     params = [torch.nn.Parameter(randn(n, n)) for n in lengths]

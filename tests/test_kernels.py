@@ -10,15 +10,12 @@ import torch
 from c_build import build_shared
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from update_rules import SGD_OPTIONS, needs_torch_with_fma
 
 F32, F64, BF16, F16 = range(4)
 LOW_DTYPES = {BF16: torch.bfloat16, F16: torch.float16}
 VARIANTS = ("portable", "avx2", "avx512")
 
-# torch's own kernels use FMA, and its vectorised casts have these NaN bits, only with AVX2 or AVX-512.
-needs_torch_with_fma = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch runs without FMA here"
-)
 deterministic = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -421,17 +418,6 @@ def run_sgd(kernels, param, grads, low=None, grad_scale=1.0, **options):
         )
         kernels.sgd(args, param.numel())
     return param, buffer
-
-
-SGD_OPTIONS = {
-    "plain": dict(lr=0.1),
-    "decay": dict(lr=0.1, weight_decay=0.01),
-    "momentum": dict(lr=0.1, momentum=0.9),
-    "dampening": dict(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1),
-    "nesterov": dict(lr=0.03, momentum=0.8, nesterov=True),
-    "nesterov_decay": dict(lr=0.03, momentum=0.8, nesterov=True, weight_decay=0.01),
-    "maximize": dict(lr=0.1, momentum=0.9, weight_decay=0.01, maximize=True),
-}
 
 
 @needs_torch_with_fma

@@ -125,7 +125,6 @@ class Engine:
         """``plan``: the optimizers to come. Without ``place_all`` parameters that none of them has are not placed until an
         optimizer of theirs comes, or until the first close."""
         self.closed = True
-        self._module = weakref.ref(module)
         self.pid = os.getpid()
         self.edits = Edits()
         self.uneven: Any = None  # inside join(), see _join.py
@@ -288,7 +287,7 @@ class Engine:
 
     def broadcast_parameters(self, source: int = 0) -> None:
         """Rank ``source``'s parameters become everyone's, in coalesced chunks. Collective."""
-        tensors = [p for p in self._module().parameters() if id(p) not in self.registry.ignored and p.numel() > 0]
+        tensors = [p for p in self.registry.module().parameters() if id(p) not in self.registry.ignored and p.numel() > 0]
         if tensors and self.group.world > 1:
             with torch.no_grad():
                 dist._broadcast_coalesced(self.group.process_group, tensors, CHUNK, source)

@@ -17,8 +17,8 @@ DTYPES = {
 
 
 class Registry:
-    """The parameters of a module: ``names``, ``params`` (each once, as registered), ``index`` (by id), and the ids of
-    those to be ``ignored``. ``taken``: the indices of models that are wrapped already. Raises UsageError."""
+    """The parameters of a module: ``names``, ``params`` (each once, as registered), ``index`` (by id), and the ids of those to be
+    ``ignored``; ``module`` is held weakly. ``taken``: the indices of models that are wrapped already. Raises UsageError."""
 
     def __init__(self, module: nn.Module, ignored: "Iterable[torch.Tensor]", taken: "Sequence[Mapping[int, int]]"):
         self.ignored = {id(p) for p in ignored}
@@ -53,7 +53,7 @@ class Registry:
             )
         _refuse_overlaps(self.names, self.params)
         self.index = {id(p): i for i, p in enumerate(self.params)}
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self._find()
 
     def check(self) -> None:
@@ -69,7 +69,7 @@ class Registry:
     def _find(self) -> None:
         """Notes every place where a module holds one of our parameters, and every submodule on the way there, to notice
         replacements and additions cheaply. Raises when one of them is gone, or when there is another."""
-        module = self._module()
+        module = self.module()
         places: list[tuple[dict, str, Any]] = []  # a dict of a module's, a key, and what must be there
         holders: list[dict] = []
         found: set[int] = set()
