@@ -17,8 +17,10 @@ DTYPES = {
 
 
 class Registry:
-    """The parameters of a module: ``names``, ``params`` (each once, as registered), ``index`` (by id), and the ids of those to be
-    ``ignored``; ``module`` is held weakly. ``taken``: the indices of models that are wrapped already. Raises UsageError."""
+    """The parameters of a module: ``names``, ``params`` (each once, as registered), ``index`` (by id), and the ids of those
+    to be ``ignored``; ``module`` is held weakly. ``taken``: the indices of models that are wrapped already.
+
+    Raises UsageError."""
 
     def __init__(self, module: nn.Module, ignored: "Iterable[torch.Tensor]", taken: "Sequence[Mapping[int, int]]"):
         self.ignored = {id(p) for p in ignored}
